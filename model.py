@@ -1,0 +1,660 @@
+"""
+Looped language models: a Transformer whose middle block is applied a variable number of times ("depth").
+
+    e      = RMSNorm(P(wte[s]))                                 prelude, run once
+    h_{t+1} = decay ⊙ h_t + gain ⊙ (B e) + R̄(h_t, e)            core, run `depth` times
+    logits = head(RMSNorm(coda(C h_T)))                         coda, run once
+
+    a = exp(A_log), Δ = softplus(dt_bias), decay = exp(-Δ a)    exact (zero-order hold) state decay
+    gain = Δ                 `euler`   Parcae (Prairie et al. 2026, section 4)
+    gain = (1 - decay) / a   `zoh`     Exact-ZOH (Huang 2026): the same held-input integral, solved exactly
+
+R̄ is the residual part of the core blocks at the injected state, so one step is "inject, then run the core blocks".
+Shapes: B rows, T tokens, D width, H heads, K = D / H, V vocabulary, M MLP width. Loops are counted by depth.
+To try another loop, edit `Model.inject` or `Model.core_step`.
+"""
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+EPS = 1e-5  # of every RMSNorm
+CHOICES = {
+    "injection": ("diagonal", "add", "concat", "none"),
+    "gain": ("euler", "zoh"),
+    "block": ("prenorm", "resnorm"),
+    "mlp": ("relu2", "swiglu"),
+    "state_init": ("like-init", "zero", "normal"),
+    "init": ("scaled-zero", "scaled"),
+    "sampling": ("poisson-truncated-full", "poisson-full", "poisson-fill", "poisson-lognormal-fill", "fixed"),
+    "granularity": ("sequence", "batch", "token"),
+}
+
+
+@dataclass
+class ModelConfig:
+    """The network. n_core = 0 makes it a plain Transformer. The defaults are the `tiny` preset."""
+
+    vocab_size: int = 4096
+    seq_len: int = 256  # tokens
+    d_model: int = 128
+    n_head: int = 2
+    d_mlp: int = 512
+    n_prelude: int = 1
+    n_core: int = 1
+    n_coda: int = 1
+    mu_rec: int = 8  # mean depth in training, and the depth of evaluation
+    mu_bwd: int = 0  # loops with gradient; 0 means ceil(mu_rec / 2)
+    injection: str = "diagonal"
+    gain: str = "euler"
+    block: str = "prenorm"
+    mlp: str = "relu2"
+    qk_norm: bool = True
+    value_embeds: bool = True
+    prelude_norm: bool = True
+    readout: bool = True  # C
+    tie_embeddings: bool = True
+    state_init: str = "like-init"
+    init: str = "scaled-zero"
+    ssm_decay: float = math.sqrt(1 / 5)  # decay at initialisation
+    embed_scale: float = 1.0  # multiplies the embedding of the tokens (not the tied head)
+    rope_theta: float = 50_000.0
+    sampling: str = "poisson-truncated-full"
+    granularity: str = "sequence"
+
+    def __post_init__(self):
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{flag(name)} {getattr(self, name)} is not one of {', '.join(allowed)}")
+        if self.n_core == 0:
+            self.mu_rec = self.mu_bwd = 0
+        for name in ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
+        if self.n_core and self.mu_rec < 1:
+            raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
+        self.mu_bwd = self.mu_bwd or math.ceil(self.mu_rec / 2)
+        if self.mu_bwd > self.mu_rec:
+            raise ValueError(f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}")
+        if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
+            raise ValueError(
+                f"--d-model {self.d_model} over --n-head {self.n_head} must give an even whole head width; "
+                f"try --n-head {max(1, self.d_model // 64)}"
+            )
+        if not 0 < self.ssm_decay < 1:
+            raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, both excluded")
+
+    def n_layer(self) -> int:
+        return self.n_prelude + self.n_core + self.n_coda
+
+    def value_layers(self) -> list[int]:
+        """Unique layers that have a value table: every second one, the last included (SPEC: layers 1, 3, 5 of 6)."""
+        return [i for i in range(self.n_layer()) if (self.n_layer() - 1 - i) % 2 == 0] if self.value_embeds else []
+
+    def block_matmul(self) -> int:
+        """Weights of one block that multiply activations (norms, gates and tables are left out)."""
+        return 4 * self.d_model**2 + (3 if self.mlp == "swiglu" else 2) * self.d_model * self.d_mlp
+
+    def flops_per_token(self, attention: str = "palm") -> float:
+        """Training FLOPs per token, 2 N1 + 6 N2 + attention (paper, appendix "FLOP estimate"; Kaplan's count).
+
+        N1 are the effective parameters run without gradient, N2 those with; token and value tables count nothing, the
+        head counts. attention: "palm" takes 4 T D per layer and forward pass, "causal" half of that, "none" nothing.
+        """
+        d, core = self.d_model, self.n_core * self.block_matmul()
+        bwd = self.mu_rec if self.sampling == "poisson-full" else self.mu_bwd
+        write = {"diagonal": d * d, "concat": d * d}.get(self.injection, 0) if self.n_core else 0  # B e, once
+        carry = d * d if self.n_core and self.injection == "concat" else 0  # W_1 h, every loop
+        n1 = (self.mu_rec - bwd) * (core + carry)
+        n2 = (self.n_prelude + self.n_coda) * self.block_matmul() + bwd * (core + carry) + write
+        n2 += d * d * (self.readout and self.n_core > 0) + self.vocab_size * d
+        per_layer = {"palm": 4, "causal": 2, "none": 0}[attention] * self.seq_len * d
+        applied = 3 * (self.n_prelude + self.n_coda) + self.n_core * (self.mu_rec + 2 * bwd)
+        return 2.0 * n1 + 6.0 * n2 + per_layer * applied
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a configuration field."""
+    return "--" + name.replace("_", "-")
+
+
+def _presets() -> dict[str, ModelConfig]:
+    """Paper, tables "Model definitions"; the heads' width is 128 there. `tiny` is for two CPU cores."""
+    table = {}
+    for size, d, layers in (("140m", 768, 2), ("370m", 1024, 4), ("770m", 1280, 6), ("1.3b", 1536, 8)):
+        big = dict(vocab_size=32768, seq_len=2048, d_model=d, n_head=d // 128, d_mlp=4 * d)
+        table[f"parcae-{size}"] = dict(big, n_prelude=layers, n_core=layers, n_coda=layers)
+        table[f"transformer-{size}"] = dict(big, n_prelude=3 * layers, n_core=0, n_coda=0)
+    table["tiny"] = dict(embed_scale=16.0)
+    table["transformer-tiny"] = dict(n_prelude=3, n_core=0, n_coda=0, embed_scale=16.0)
+    return {name: ModelConfig(**values) for name, values in table.items()}
+
+
+PRESETS = _presets()
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counter-based randomness: every number is a hash of what it is for, so it does not depend on ranks, batches or history.
+
+MASK = (1 << 64) - 1
+
+
+def mix64(z):
+    """SplitMix64's finaliser on uint64 (a Python int or a numpy array): a bijection whose output bits look random."""
+    if isinstance(z, int):
+        z = (z + 0x9E3779B97F4A7C15) & MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        return z ^ (z >> 31)
+    u = np.uint64
+    z = z + u(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> u(30))) * u(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> u(27))) * u(0x94D049BB133111EB)
+    return z ^ (z >> u(31))
+
+
+def sequence_key(*parts: int) -> int:
+    """A signed 64-bit key made from integers, e.g. (seed, purpose, step, sequence); order and number matter."""
+    key = len(parts)
+    for part in parts:
+        key = mix64(key ^ mix64(part & MASK))
+    return key - (1 << 64) if key >> 63 else key
+
+
+def uniforms(key: int, index: np.ndarray) -> np.ndarray:
+    """One float64 in (0, 1) for each index, a function of (key, index) alone."""
+    z = mix64(index.astype(np.uint64) ^ np.uint64(mix64(key & MASK)))
+    return ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def hashed_normal(key: torch.Tensor, tokens: int, width: int, std: float, cut: float = 3.0) -> torch.Tensor:
+    """Truncated normal of standard deviation `std` before the cut at ±cut·std, by inverse CDF of a hash.
+
+    key (B,) int64 -> (B, tokens, width) float32; a value depends on (key, token, channel) only, not on B or tokens.
+    """
+    index = torch.arange(tokens * width, device=key.device, dtype=torch.int64)
+    z = key[:, None] + index * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number; products wrap
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687  # the mask makes the shift a logical one
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
+    u = ((z ^ (z >> 31)) & 0xFFFFFF).to(torch.float32)
+    u = (u + 0.5) * (2.0**-23) - 1.0  # (-1, 1)
+    x = torch.erfinv(u * math.erf(cut / math.sqrt(2))) * (std * math.sqrt(2))
+    return x.view(key.shape[0], tokens, width)
+
+
+SEED_INIT, SEED_DEPTH, SEED_STATE, SEED_EVAL, SEED_ORDER = range(1, 6)  # purposes, so that streams never coincide
+BATCH_GROUP = 32  # rows that share a depth under granularity "batch": the micro-batch of the paper's recipe
+
+
+def poisson_quantile(u: np.ndarray, mean: np.ndarray | float) -> np.ndarray:
+    """Smallest k with P(Poisson(mean) <= k) > u: exact inverse-CDF sampling, elementwise."""
+    mean = np.broadcast_to(np.asarray(mean, np.float64), u.shape)
+    k, p = np.zeros(u.shape, np.int64), np.exp(-mean)
+    cdf = p.copy()
+    for i in range(1, int(mean.max() + 40 * math.sqrt(mean.max() + 1)) + 2):
+        more = u >= cdf
+        if not more.any():
+            break
+        k += more
+        p = p * mean / i
+        cdf = np.where(more, cdf + p, cdf)
+    return k
+
+
+def sample_depths(cfg: ModelConfig, seed: int, step: int, batch: int, stratified: bool = False):
+    """Loops without and with gradient, (n, k), of each of the step's sequences (paper, algorithms 2 to 4).
+
+    Returns two int64 arrays (batch,), or (batch, T) when every token has its own depth. The law is a function of
+    (seed, step, sequence in the step). `stratified` draws one value from each of `batch` equal strata, in random order:
+    the marginal law of a sequence is unchanged, the mean over the step varies far less.
+    """
+    index = np.arange(batch)
+    if cfg.granularity == "batch":
+        index = index // BATCH_GROUP
+    if cfg.granularity == "token":
+        index = index[:, None] * cfg.seq_len + np.arange(cfg.seq_len)
+    u = uniforms(sequence_key(seed, SEED_DEPTH, step), index)
+    if stratified:
+        order = np.argsort(np.argsort(uniforms(sequence_key(seed, SEED_DEPTH, step, 1), index), axis=None))
+        u = (order.reshape(u.shape) + u) / u.size
+    rec, bwd = cfg.mu_rec, cfg.mu_bwd
+    if cfg.n_core == 0:
+        return np.zeros_like(index), np.zeros_like(index)
+    if cfg.sampling == "fixed":
+        return np.full_like(index, rec - bwd), np.full_like(index, bwd)
+    if cfg.sampling == "poisson-fill":  # Geiping et al.: always bwd loops with gradient
+        return poisson_quantile(u, rec - bwd), np.full_like(index, bwd)
+    if cfg.sampling == "poisson-lognormal-fill":
+        g = math.sqrt(2) * torch.erfinv(torch.from_numpy(2 * uniforms(sequence_key(seed, SEED_DEPTH, step, 2), index) - 1))
+        rate = np.exp(0.5 * g.numpy() + math.log(max(rec - bwd, 1e-9)) - 0.125)  # sigma = 1/2
+        return poisson_quantile(u, rate) + 1, np.full_like(index, bwd)
+    depth = np.maximum(1, poisson_quantile(u, rec))
+    if cfg.sampling == "poisson-full":
+        return np.zeros_like(depth), depth
+    return np.maximum(depth - bwd, 0), np.minimum(depth, bwd)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The linear control path
+
+
+def discretise(A_log: torch.Tensor, dt_bias: torch.Tensor, gain: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(A_log, dt_bias), each (D,), -> (decay, gain), each (D,) float32.
+
+    dh/dτ = -a h + B e with e held over a step of length Δ has the exact solution
+    h(Δ) = exp(-Δ a) h(0) + (1 - exp(-Δ a)) / a · B e. `zoh` uses that input gain, `euler` its first-order term Δ.
+    -expm1(-Δa)/a keeps full relative precision as Δa -> 0, where it tends to Δ.
+
+    The ends: A_log and dt_bias act as if clamped to [-40, 40], and decay is kept in [exp(-80), 1 - 2^-24], so that
+    0 < decay < 1 holds in float32 for every parameter value; beyond the ends the gradient is zero.
+    """
+    with torch.autocast(A_log.device.type, enabled=False):
+        a = A_log.float().clamp(-40, 40).exp()
+        dt = F.softplus(dt_bias.float().clamp(-40, 40))
+        rate = dt * a
+        decay = torch.exp(-rate.clamp(2.0**-24, 80.0))
+        return decay, dt if gain == "euler" else -torch.expm1(-rate) / a
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transformer pieces. Master weights are float32; every use casts them to the activations' dtype. No autocast: its
+# cache of casts made under no_grad would cut the core's weights out of the gradient on some versions of torch.
+
+
+class Linear(nn.Linear):
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__(n_in, n_out, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, d: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d))
+
+    def forward(self, x):
+        return F.rms_norm(x, (x.size(-1),), self.weight.to(x.dtype), EPS)
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, split halves. x (B, T, H, K), cos and sin (T, 1, K/2)."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos - x2 * sin, x1 * sin + x2 * cos], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: ModelConfig, value_gate: bool):
+        super().__init__()
+        d = cfg.d_model
+        self.n_head, self.qk_norm = cfg.n_head, cfg.qk_norm
+        self.q, self.k, self.v, self.o = Linear(d, d), Linear(d, d), Linear(d, d), Linear(d, d)
+        self.gate = Linear(min(32, d), cfg.n_head) if value_gate else None
+
+    def forward(self, x, cos, sin, ve=None):
+        B, T, D = x.shape
+        q, k, v = (f(x).view(B, T, self.n_head, -1) for f in (self.q, self.k, self.v))  # (B, T, H, K)
+        if ve is not None:  # the token's own value vector, gated per head
+            g = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, H)
+            v = v + g.unsqueeze(-1) * ve.view(B, T, self.n_head, -1)
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
+        if self.qk_norm:
+            q, k = F.rms_norm(q, (q.size(-1),), eps=EPS), F.rms_norm(k, (k.size(-1),), eps=EPS)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, K)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.fc = Linear(cfg.d_model, cfg.d_mlp)
+        self.up = Linear(cfg.d_model, cfg.d_mlp) if cfg.mlp == "swiglu" else None
+        self.proj = Linear(cfg.d_mlp, cfg.d_model)
+
+    def forward(self, x):
+        if self.up is not None:
+            return self.proj(F.silu(self.fc(x)) * self.up(x))
+        return self.proj(F.relu(self.fc(x)).square())
+
+
+class Block(nn.Module):
+    """prenorm: x += Attn(N(x)); x += MLP(N(x)). resnorm (Geiping et al.): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)."""
+
+    def __init__(self, cfg: ModelConfig, value_gate: bool):
+        super().__init__()
+        self.attn, self.mlp = Attention(cfg, value_gate), MLP(cfg)
+        self.norm1, self.norm2 = RMSNorm(cfg.d_model), RMSNorm(cfg.d_model)
+        self.resnorm = cfg.block == "resnorm"
+        if self.resnorm:
+            self.norm3, self.norm4 = RMSNorm(cfg.d_model), RMSNorm(cfg.d_model)
+
+    def forward(self, x, cos, sin, ve=None):
+        x = x + self.attn(self.norm1(x), cos, sin, ve)
+        if self.resnorm:
+            x = self.norm3(x)
+        x = x + self.mlp(self.norm2(x))
+        return self.norm4(x) if self.resnorm else x
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of logits = h Wᵀ without ever holding all logits: gradients are made in the forward pass.
+
+    Three matrix products a chunk, as the plain head has, where recomputing the logits in the backward would need four.
+    h (N, D), weight (V, D) float32, target (N,) -> float32 sum.
+    """
+
+    @staticmethod
+    def forward(ctx, h, weight, target, chunk):
+        w = weight.to(h.dtype)
+        loss, dh, dw = h.new_zeros((), dtype=torch.float32), torch.empty_like(h), torch.zeros_like(weight)
+        for i in range(0, h.size(0), chunk):
+            x, y = h[i : i + chunk], target[i : i + chunk]
+            logits = x @ w.T  # (n, V)
+            lse = logits.float().logsumexp(-1)
+            loss += (lse - logits.gather(1, y[:, None]).squeeze(1).float()).sum()
+            p = torch.exp(logits.float() - lse[:, None]).to(h.dtype)
+            p[torch.arange(p.size(0), device=p.device), y] -= 1
+            dh[i : i + chunk] = p @ w
+            dw += p.T @ x
+        ctx.save_for_backward(dh, dw)
+        return loss
+
+    @staticmethod
+    def backward(ctx, g):
+        dh, dw = ctx.saved_tensors
+        return dh * g.to(dh.dtype), dw * g, None, None
+
+
+class Model(nn.Module):
+    """Three pieces: `before` the loop, `core_step` (one loop, with or without gradient) and `after` it.
+
+    The pieces are what torch.compile sees (`compile_pieces`); the loop itself stays in Python, since its length varies.
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.cfg, d = cfg, cfg.d_model
+        self.dtype = torch.float32  # of activations; `load_run` and train.py set it
+        self.loss_chunk = 0  # tokens; 0 keeps all logits of a micro-batch
+        self.checkpoint_loops = False
+        self.wte = nn.Embedding(cfg.vocab_size, d)
+        # numbered by unique layer: prelude, core, coda
+        self.blocks = nn.ModuleList([Block(cfg, i in cfg.value_layers()) for i in range(cfg.n_layer())])
+        self.ve = nn.ModuleDict({str(i): nn.Embedding(cfg.vocab_size, d) for i in cfg.value_layers()})
+        self.norm_f = RMSNorm(d)
+        self.head_weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, d))
+        if cfg.n_core:
+            self.norm_e = RMSNorm(d) if cfg.prelude_norm else None
+            self.C = Linear(d, d) if cfg.readout else None
+            if cfg.injection == "diagonal":
+                self.A_log, self.dt_bias = nn.Parameter(torch.empty(d)), nn.Parameter(torch.empty(d))
+                self.B = nn.Parameter(torch.empty(d, d))
+            if cfg.injection == "concat":
+                self.W = nn.Parameter(torch.empty(d, 2 * d))  # [carry, write]
+        angle = torch.outer(
+            torch.arange(cfg.seq_len, dtype=torch.float32),
+            cfg.rope_theta ** (-torch.arange(0, d // cfg.n_head, 2, dtype=torch.float32) / (d // cfg.n_head)),
+        )[:, None, :]  # (T, 1, K/2)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    # -- initialisation ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Draws each parameter from a generator keyed by (seed, its name), so a flag that adds one changes no other.
+
+        | wte, head, q, k, v, fc, up, C, W | orthogonal, scaled so that entries have std s = sqrt(2 / (5 D))        |
+        | attention o, MLP proj            | scaled-zero: 0; scaled: as above, s / sqrt(2 L), L = layers applied    |
+        | value tables; value gates        | N(0, 1); U(±1/sqrt(fan in)), torch's Linear default                    |
+        | norms; B; A_log; dt_bias         | 1; identity; 0 (a = 1); softplus⁻¹(-ln ssm_decay)                      |
+        """
+        cfg = self.cfg
+        s = math.sqrt(2 / (5 * cfg.d_model))
+        applied = cfg.n_prelude + cfg.n_core * cfg.mu_rec + cfg.n_coda
+        out = 0.0 if cfg.init == "scaled-zero" else s / math.sqrt(2 * applied)
+        for name, p in self.named_parameters():
+            g = torch.Generator().manual_seed(sequence_key(seed, SEED_INIT, *name.encode()) & 0x7FFFFFFFFFFFFFFF)
+            part = name.removesuffix(".weight").split(".")[-1]
+            if "norm" in name:
+                w = torch.ones(p.shape)
+            elif name.startswith("ve."):
+                w = torch.randn(p.shape, generator=g)
+            elif part in ("wte", "head_weight", "q", "k", "v", "fc", "up", "C", "W"):
+                w = orthogonal(p.shape, s, g)
+            elif part in ("o", "proj"):
+                w = orthogonal(p.shape, out, g) if out else torch.zeros(p.shape)
+            elif part == "gate":
+                w = (torch.rand(p.shape, generator=g) * 2 - 1) / math.sqrt(p.size(1))
+            elif part == "B":
+                w = torch.eye(cfg.d_model)
+            elif part == "A_log":
+                w = torch.zeros(p.shape)
+            elif part == "dt_bias":
+                dt = -math.log(cfg.ssm_decay)
+                w = torch.full(p.shape, dt + math.log(-math.expm1(-dt)))
+            else:
+                raise AssertionError(f"no initialisation is defined for parameter {name}")
+            p.copy_(w)
+
+    def muon_parameters(self) -> set[str]:
+        """Names of the matrices that Muon updates: attention q, k, v, o and the MLP's (paper, table of groups)."""
+        parts = {"q", "k", "v", "o", "fc", "up", "proj"}
+        return {n for n, _ in self.named_parameters() if n.startswith("blocks.") and n.split(".")[-2] in parts}
+
+    # -- the three pieces ----------------------------------------------------------------------------------------------
+
+    def run_blocks(self, x, first: int, count: int, ve: list):
+        """Unique layers first … first + count - 1 on x (B, T, D); ve holds a (B, T, D) value table row or None for each."""
+        T = x.size(1)
+        cos, sin = self.cos[:T].to(x.dtype), self.sin[:T].to(x.dtype)
+        for i, v in zip(range(first, first + count), ve):
+            x = self.blocks[i](x, cos, sin, v)
+        return x
+
+    def values(self, ids, first: int, count: int) -> list:
+        """Value-table rows of the tokens for a range of unique layers: (B, T, D) each, None where a layer has none."""
+        tables = [self.ve[str(i)] if str(i) in self.ve else None for i in range(first, first + count)]
+        return [None if t is None else t(ids).to(self.dtype) for t in tables]
+
+    def before(self, ids, keys):
+        """ids (B, T), keys (B,) -> h_0, decay, write (B, T, D) = gain ⊙ (B e), core value rows: all that a loop needs."""
+        cfg = self.cfg
+        x = self.wte(ids).to(self.dtype) * cfg.embed_scale  # (B, T, D)
+        x = self.run_blocks(x, 0, cfg.n_prelude, self.values(ids, 0, cfg.n_prelude))
+        if cfg.n_core == 0:
+            return x, None, None, []
+        e = x if self.norm_e is None else self.norm_e(x)
+        decay, write = None, e
+        if cfg.injection == "diagonal":
+            decay, gain = discretise(self.A_log, self.dt_bias, cfg.gain)
+            write = (gain * F.linear(e, self.B.to(e.dtype))).to(e.dtype)
+        elif cfg.injection == "concat":
+            write = F.linear(e, self.W[:, cfg.d_model :].to(e.dtype))
+        return self.initial_state(e, keys), decay, write, self.values(ids, cfg.n_prelude, cfg.n_core)
+
+    def initial_state(self, e, keys):
+        """h_0 (B, T, D): like-init is a normal of std sqrt(2 / (5 D)) cut at ±3 std; normal has std 1 (cut at ±5)."""
+        B, T, D = e.shape
+        if self.cfg.state_init == "zero":
+            return torch.zeros_like(e)
+        std, cut = (1.0, 5.0) if self.cfg.state_init == "normal" else (math.sqrt(2 / (5 * D)), 3.0)
+        return hashed_normal(keys, T, D, std, cut).to(e.dtype)
+
+    def inject(self, h, decay, write):
+        """The linear part of a loop. diagonal: decay⊙h + gain⊙(B e); add: h + e; concat: W [h; e]; none: see core_step.
+
+        decay stays float32, since bfloat16 would round 0.999 to 1.
+        """
+        if self.cfg.injection == "diagonal":
+            return (h * decay + write).to(h.dtype)
+        if self.cfg.injection == "concat":
+            return F.linear(h, self.W[:, : self.cfg.d_model].to(h.dtype)) + write
+        return h + write
+
+    def core_step(self, h, decay, write, ve):
+        """One loop: h_t (B, T, D) -> h_{t+1}.
+
+        `none` is the raw loop h + R̄(h, e): e steers the branch, R̄ = core(h + e) - (h + e), but is not written to h.
+        """
+        x = self.run_blocks(self.inject(h, decay, write), self.cfg.n_prelude, self.cfg.n_core, ve)
+        return x - write if self.cfg.injection == "none" else x
+
+    def after(self, h, ids):
+        """h_T (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""
+        cfg = self.cfg
+        if cfg.n_core and self.C is not None:
+            h = self.C(h)
+        first = cfg.n_prelude + cfg.n_core
+        return self.norm_f(self.run_blocks(h, first, cfg.n_coda, self.values(ids, first, cfg.n_coda)))
+
+    def after_loss(self, h, ids, targets):
+        """h_T (B, T, D) -> cross-entropy summed over the micro-batch's tokens, nats, float32."""
+        x, y = self.after(h, ids).flatten(0, 1), targets.flatten()
+        weight = self.wte.weight if self.head_weight is None else self.head_weight
+        if self.loss_chunk and torch.is_grad_enabled():
+            return ChunkedCrossEntropy.apply(x, weight, y, self.loss_chunk)
+        return F.cross_entropy(self.head(x).float(), y, reduction="sum")
+
+    def token_losses(self, h, ids, targets):
+        """h_T (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
+        logits = self.head(self.after(h, ids)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+    def head(self, x):
+        """x (..., D) -> logits (..., V) in x's dtype."""
+        return F.linear(x, (self.wte.weight if self.head_weight is None else self.head_weight).to(x.dtype))
+
+    def compile_pieces(self) -> None:
+        """Replaces the pieces by compiled ones; the number of active rows is a dynamic dimension of core_step."""
+        self.before = torch.compile(self.before, dynamic=False)
+        self.core_step = torch.compile(self.core_step)  # the first size is static, a second makes the rows dynamic
+        self.after_loss = torch.compile(self.after_loss, dynamic=False)
+        self.token_losses = torch.compile(self.token_losses, dynamic=False)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def loop(self, h, decay, write, ve, n, k):
+        """Row i takes n[i] loops without gradient, then k[i] with. Rows must come deepest first, in n and in k.
+
+        h (B, T, D) -> (h_T, h_{T-1}). Only rows that have loops left are computed: without gradient all rows start
+        together and leave as they finish; with gradient they end together, and a row with k[i] < max(k) joins late.
+        Such a row still holds h_0 (its n[i] is 0), so this is truncated backpropagation of each row by itself.
+        """
+        with torch.no_grad():
+            if n and n[0]:
+                h = h.clone()
+            for t in range(n[0] if n else 0):
+                a = sum(x > t for x in n)  # active rows: a prefix
+                h[:a] = self.core_step(h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
+        previous = h
+        for t in range(k[0] if k else 0):
+            a = sum(x >= k[0] - t for x in k)
+            args = (h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
+            x = checkpoint(self.core_step, *args, use_reentrant=False) if self.checkpoint_loops else self.core_step(*args)
+            previous, h = h, x if a == h.size(0) else torch.cat([x, h[a:]])
+        return h, previous
+
+    def token_loop(self, h, decay, write, ve, n, k):
+        """The loop when every token has its own depth: n, k (B, T). A token that is done keeps its state, and the others
+        still attend to it, so no row can be left out: all are computed, up to the largest depth."""
+        previous = h
+        for counts, grad in ((n, False), (k, True)):
+            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+                for t in range(int(counts.max())):
+                    live = torch.from_numpy(counts > t).to(h.device)[..., None]
+                    previous, h = h, torch.where(live, self.core_step(h, decay, write, ve), h)
+        return h, previous
+
+    def loss(self, ids, targets, keys, n, k):
+        """Summed cross-entropy of a micro-batch under truncated backpropagation through depth (paper, algorithm 2).
+
+        ids, targets (B, T) int64; keys (B,) int64 from `sequence_key`; n, k int arrays (B,) (or (B, T)) from
+        `sample_depths`. Returns (loss sum in nats, {"residual", "state_norm"}: sums over tokens of the norms
+        ‖h_T - h_{T-1}‖ and ‖h_T‖).
+        """
+        n, k = np.asarray(n), np.asarray(k)
+        if n.ndim == 1 and (np.diff(n + k) > 0).any():
+            order = np.argsort(-(n + k), kind="stable")
+            at = torch.from_numpy(order).to(ids.device)
+            ids, targets, keys, n, k = ids[at], targets[at], keys[at], n[order], k[order]
+        h, decay, write, ve = self.before(ids, keys)
+        previous = h
+        if self.cfg.n_core:
+            run = self.loop if n.ndim == 1 else self.token_loop
+            h, previous = run(h, decay, write, ve, n if n.ndim == 2 else n.tolist(), k if k.ndim == 2 else k.tolist())
+        with torch.no_grad():
+            stats = {"residual": (h - previous).float().norm(dim=-1).sum(), "state_norm": h.float().norm(dim=-1).sum()}
+        return self.after_loss(h, ids, targets), stats
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def states(self, ids, depths: list[int], keys):
+        """Yields (depth, h_depth (B, T, D)) for increasing depths; deeper states continue the shallower ones."""
+        h, decay, write, ve = self.before(ids, keys)
+        done = 0
+        for depth in sorted(set(depths)):
+            for _ in range((depth - done) if self.cfg.n_core else 0):
+                h = self.core_step(h, decay, write, ve)
+            done = depth
+            yield depth, h
+
+    @torch.no_grad()
+    def hidden(self, ids, depth, keys):
+        """Normed final hidden state (B, T, D). depth: one int, or one for each row. Right padding is inert (causal)."""
+        if isinstance(depth, int):
+            return self.after(next(self.states(ids, [depth], keys))[1], ids)
+        order = np.argsort(-np.asarray(depth), kind="stable")
+        at = torch.from_numpy(order).to(ids.device)
+        h, decay, write, ve = self.before(ids[at], keys[at])
+        h, _ = self.loop(h, decay, write, ve, np.asarray(depth)[order].tolist(), [])
+        return self.after(h, ids[at])[torch.from_numpy(np.argsort(order)).to(ids.device)]
+
+    @torch.no_grad()
+    def losses(self, ids, targets, depths: list[int], keys) -> dict[int, torch.Tensor]:
+        """Cross-entropy of each token at each depth: {depth: (B, T) float32 nats}."""
+        return {depth: self.token_losses(h, ids, targets) for depth, h in self.states(ids, depths, keys)}
+
+
+def orthogonal(shape, std: float, generator: torch.Generator) -> torch.Tensor:
+    """A (semi-)orthogonal matrix scaled so that its entries have the given standard deviation."""
+    rows, cols = shape
+    q, r = torch.linalg.qr(torch.randn(max(rows, cols), min(rows, cols), generator=generator))
+    q = q * r.diagonal().sign()  # makes the draw uniform over orthogonal matrices
+    return (q if rows >= cols else q.T) * (std * math.sqrt(max(rows, cols)))
+
+
+def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
+    """A finished or running training run -> (model in eval state, ModelConfig, config.json as a dict).
+
+    Raises FileNotFoundError when there is no configuration or checkpoint, ValueError when they do not fit.
+    """
+    run = Path(run_dir)
+    if not (run / "config.json").is_file():
+        raise FileNotFoundError(f"{run} is not a run directory: it has no config.json")
+    config = json.loads((run / "config.json").read_text())
+    known = {f.name for f in fields(ModelConfig)}
+    cfg = ModelConfig(**{k: v for k, v in config["model"].items() if k in known})
+    files = sorted(run.glob("step_*.pt"))
+    if not files:
+        raise FileNotFoundError(f"{run} has no checkpoint (step_*.pt)")
+    state = torch.load(files[-1], map_location="cpu", weights_only=True, mmap=True)
+    model = Model(cfg)
+    model.load_state_dict(state["model"])
+    model.dtype = dtype or getattr(torch, config.get("dtype", "float32"))
+    return model.to(device).eval(), cfg, config
+
+
+def parameter_count(cfg: ModelConfig) -> int:
+    """Number of parameters, without allocating any."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Model(cfg).parameters())

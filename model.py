@@ -25,6 +25,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from depth import SEED_INIT, hashed_normal, sequence_key
+
 EPS = 1e-5  # of every RMSNorm
 CHOICES = {
     "injection": ("diagonal", "add", "concat", "none"),
@@ -140,107 +142,6 @@ def _presets() -> dict[str, ModelConfig]:
 PRESETS = _presets()
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Counter-based randomness: every number is a hash of what it is for, so it does not depend on ranks, batches or history.
-
-MASK = (1 << 64) - 1
-
-
-def mix64(z):
-    """SplitMix64's finaliser on uint64 (a Python int or a numpy array): a bijection whose output bits look random."""
-    if isinstance(z, int):
-        z = (z + 0x9E3779B97F4A7C15) & MASK
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-        return z ^ (z >> 31)
-    u = np.uint64
-    z = z + u(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> u(30))) * u(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> u(27))) * u(0x94D049BB133111EB)
-    return z ^ (z >> u(31))
-
-
-def sequence_key(*parts: int) -> int:
-    """A signed 64-bit key made from integers, e.g. (seed, purpose, step, sequence); order and number matter."""
-    key = len(parts)
-    for part in parts:
-        key = mix64(key ^ mix64(part & MASK))
-    return key - (1 << 64) if key >> 63 else key
-
-
-def uniforms(key: int, index: np.ndarray) -> np.ndarray:
-    """One float64 in (0, 1) for each index, a function of (key, index) alone."""
-    z = mix64(index.astype(np.uint64) ^ np.uint64(mix64(key & MASK)))
-    return ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-
-
-def hashed_normal(key: torch.Tensor, tokens: int, width: int, std: float, cut: float = 3.0) -> torch.Tensor:
-    """Truncated normal of standard deviation `std` before the cut at ±cut·std, by inverse CDF of a hash.
-
-    key (B,) int64 -> (B, tokens, width) float32; a value depends on (key, token, channel) only, not on B or tokens.
-    """
-    index = torch.arange(tokens * width, device=key.device, dtype=torch.int64)
-    z = key[:, None] + index * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number; products wrap
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687  # the mask makes the shift a logical one
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
-    u = ((z ^ (z >> 31)) & 0xFFFFFF).to(torch.float32)
-    u = (u + 0.5) * (2.0**-23) - 1.0  # (-1, 1)
-    x = torch.erfinv(u * math.erf(cut / math.sqrt(2))) * (std * math.sqrt(2))
-    return x.view(key.shape[0], tokens, width)
-
-
-SEED_INIT, SEED_DEPTH, SEED_STATE, SEED_EVAL, SEED_ORDER = range(1, 6)  # purposes, so that streams never coincide
-BATCH_GROUP = 32  # rows that share a depth under granularity "batch": the micro-batch of the paper's recipe
-
-
-def poisson_quantile(u: np.ndarray, mean: np.ndarray | float) -> np.ndarray:
-    """Smallest k with P(Poisson(mean) <= k) > u: exact inverse-CDF sampling, elementwise."""
-    mean = np.broadcast_to(np.asarray(mean, np.float64), u.shape)
-    k, p = np.zeros(u.shape, np.int64), np.exp(-mean)
-    cdf = p.copy()
-    for i in range(1, int(mean.max() + 40 * math.sqrt(mean.max() + 1)) + 2):
-        more = u >= cdf
-        if not more.any():
-            break
-        k += more
-        p = p * mean / i
-        cdf = np.where(more, cdf + p, cdf)
-    return k
-
-
-def sample_depths(cfg: ModelConfig, seed: int, step: int, batch: int, stratified: bool = False):
-    """Loops without and with gradient, (n, k), of each of the step's sequences (paper, algorithms 2 to 4).
-
-    Returns two int64 arrays (batch,), or (batch, T) when every token has its own depth. The law is a function of
-    (seed, step, sequence in the step). `stratified` draws one value from each of `batch` equal strata, in random order:
-    the marginal law of a sequence is unchanged, the mean over the step varies far less.
-    """
-    index = np.arange(batch)
-    if cfg.granularity == "batch":
-        index = index // BATCH_GROUP
-    if cfg.granularity == "token":
-        index = index[:, None] * cfg.seq_len + np.arange(cfg.seq_len)
-    u = uniforms(sequence_key(seed, SEED_DEPTH, step), index)
-    if stratified:
-        order = np.argsort(np.argsort(uniforms(sequence_key(seed, SEED_DEPTH, step, 1), index), axis=None))
-        u = (order.reshape(u.shape) + u) / u.size
-    rec, bwd = cfg.mu_rec, cfg.mu_bwd
-    if cfg.n_core == 0:
-        return np.zeros_like(index), np.zeros_like(index)
-    if cfg.sampling == "fixed":
-        return np.full_like(index, rec - bwd), np.full_like(index, bwd)
-    if cfg.sampling == "poisson-fill":  # Geiping et al.: always bwd loops with gradient
-        return poisson_quantile(u, rec - bwd), np.full_like(index, bwd)
-    if cfg.sampling == "poisson-lognormal-fill":
-        g = math.sqrt(2) * torch.erfinv(torch.from_numpy(2 * uniforms(sequence_key(seed, SEED_DEPTH, step, 2), index) - 1))
-        rate = np.exp(0.5 * g.numpy() + math.log(max(rec - bwd, 1e-9)) - 0.125)  # sigma = 1/2
-        return poisson_quantile(u, rate) + 1, np.full_like(index, bwd)
-    depth = np.maximum(1, poisson_quantile(u, rec))
-    if cfg.sampling == "poisson-full":
-        return np.zeros_like(depth), depth
-    return np.maximum(depth - bwd, 0), np.minimum(depth, bwd)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The linear control path
 
 
@@ -326,7 +227,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """prenorm: x += Attn(N(x)); x += MLP(N(x)). resnorm (Geiping et al.): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)."""
+    """prenorm: x += Attn(N(x)); x += MLP(N(x)). resnorm (RDM): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)."""
 
     def __init__(self, cfg: ModelConfig, value_gate: bool):
         super().__init__()
@@ -453,7 +354,7 @@ class Model(nn.Module):
     # -- the three pieces ----------------------------------------------------------------------------------------------
 
     def run_blocks(self, x, first: int, count: int, ve: list):
-        """Unique layers first … first + count - 1 on x (B, T, D); ve holds a (B, T, D) value table row or None for each."""
+        """Unique layers first … first + count - 1 on x (B, T, D); ve: value-table rows (B, T, D) or None for each."""
         T = x.size(1)
         cos, sin = self.cos[:T].to(x.dtype), self.sin[:T].to(x.dtype)
         for i, v in zip(range(first, first + count), ve):
@@ -466,7 +367,7 @@ class Model(nn.Module):
         return [None if t is None else t(ids).to(self.dtype) for t in tables]
 
     def before(self, ids, keys):
-        """ids (B, T), keys (B,) -> h_0, decay, write (B, T, D) = gain ⊙ (B e), core value rows: all that a loop needs."""
+        """ids (B, T), keys (B,) -> h_0, decay, write = gain ⊙ (B e) (B, T, D), core value rows: what a loop needs."""
         cfg = self.cfg
         x = self.wte(ids).to(self.dtype) * cfg.embed_scale  # (B, T, D)
         x = self.run_blocks(x, 0, cfg.n_prelude, self.values(ids, 0, cfg.n_prelude))
@@ -559,13 +460,17 @@ class Model(nn.Module):
         for t in range(k[0] if k else 0):
             a = sum(x >= k[0] - t for x in k)
             args = (h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
-            x = checkpoint(self.core_step, *args, use_reentrant=False) if self.checkpoint_loops else self.core_step(*args)
+            x = (
+                checkpoint(self.core_step, *args, use_reentrant=False)
+                if self.checkpoint_loops
+                else self.core_step(*args)
+            )
             previous, h = h, x if a == h.size(0) else torch.cat([x, h[a:]])
         return h, previous
 
     def token_loop(self, h, decay, write, ve, n, k):
-        """The loop when every token has its own depth: n, k (B, T). A token that is done keeps its state, and the others
-        still attend to it, so no row can be left out: all are computed, up to the largest depth."""
+        """The loop when every token has its own depth, n and k (B, T). A token that is done keeps its state, and the
+        others still attend to it, so no row can be left out: all are computed, up to the largest depth."""
         previous = h
         for counts, grad in ((n, False), (k, True)):
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):

@@ -62,7 +62,7 @@ def muon_update(p, g, momentum, variance, lr, wd, ok, dtype: torch.dtype):
 
 
 def adamw_update(p, g, m, v, lr, step, beta1, beta2, eps, ok):
-    """One Adam step (weight decay 0) on a flat buffer, in place; lr, step and ok are 0-d tensors, step counts from 1."""
+    """One Adam step without weight decay, in place. p, g, m, v (N,); lr, step (from 1) and ok are 0-d tensors."""
     m.lerp_(g, (1 - beta1) * ok)
     v.lerp_(g.square(), (1 - beta2) * ok)
     denominator = (v / (1 - beta2**step)).sqrt_().add_(eps)
@@ -72,9 +72,9 @@ def adamw_update(p, g, m, v, lr, step, beta1, beta2, eps, ok):
 class MuonAdamW:
     """Owns the buffers, reduces the gradients, clips, updates, gathers.
 
-    named_parameters: (name, parameter) pairs, float32; muon: the names that Muon updates (2-D). The parameters are moved
-    into the buffers on construction and get a `.grad` there, into which backward accumulates. Gradients are summed
-    over ranks, so each rank's loss must already be divided by the whole step's tokens.
+    named_parameters: (name, parameter) pairs, float32; muon: the names that Muon updates (2-D). The parameters are
+    moved into the buffers on construction and get a `.grad` there, into which backward accumulates. Gradients are
+    summed over ranks, so each rank's loss must already be divided by the whole step's tokens.
     """
 
     def __init__(self, named_parameters, muon: set[str], muon_lr=8e-3, adam_lr=8e-3, betas=(0.8, 0.95), eps=1e-10,

@@ -154,7 +154,8 @@ for t in range(1, 5):
     out = opt.step(1.0, 1.0, torch.tensor([1.0]))
 state = opt.state_dict()
 if rank == 0:
-    torch.save({{"p": {{n: p.detach().clone() for n, p in params.items()}}, "out": out, "first": state["first"]}}, {out!r})
+    values = {{n: p.detach().clone() for n, p in params.items()}}
+    torch.save({{"p": values, "out": out, "first": state["first"]}}, {out!r})
 dist.destroy_process_group()
 """
 

@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# From nothing to a matched Euler / Exact-ZOH pair: environment, corpus, tokenizer, packed rows, two trainings, report.
+#   bash speedrun.sh                       CPU: the small model on the Python standard library's source, minutes, offline
+#                                          GPUs: the 140M recipe on 11.2B tokens of FineWeb-Edu, on all of them
+#   DATA=my/texts bash speedrun.sh         your own .parquet (column text), .jsonl (key text) or .txt files
+#   bash speedrun.sh setup                 the environment only
+# Run again, it continues where it stopped: finished stages are skipped, training resumes.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+GPUS=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
+PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo tiny)} # network and recipe, see PRESETS in model.py
+DATA=${DATA:-$([ "$GPUS" -gt 0 ] && echo fineweb-edu || echo stdlib)}   # stdlib, fineweb-edu, or a folder of texts
+GAINS=${GAINS:-euler zoh}                                               # one training each, matched in all else
+TOKENS=${TOKENS:-}                                                      # training tokens of each (default: the preset's)
+NPROC=${NPROC:-$([ "$GPUS" -gt 0 ] && echo "$GPUS" || echo 1)}          # processes: one a GPU
+SEED=${SEED:-0}                                                         # of weights, row order, depths, initial states
+DEPTHS=${DEPTHS:-1,2,4,8,16}                                            # loops at which validation loss is measured
+RUN=${RUN:-$PRESET-$(basename "$DATA")-s$SEED}                          # results go to runs/$RUN
+BUNDLE=${BUNDLE:-}                                                      # CORE task data: a zip or folder (default: fetched)
+PY=${PY:-}                                                              # a Python with the dependencies; else .venv is made
+
+say() { printf '\n[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
+
+if [ -z "$PY" ]; then
+    PY=.venv/bin/python
+    if ! cmp -s pyproject.toml .venv/pyproject.toml; then
+        for base in python3 python3.13 python3.12 python3.11 none; do
+            "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && break
+        done
+        [ "$base" = none ] && { echo "error: no Python 3.11 to 3.13 on the PATH; install one" >&2; exit 2; }
+        say "environment: .venv with the versions pinned in pyproject.toml"
+        "$base" -m venv .venv
+        mapfile -t pins < <("$PY" -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*p["dependencies"], *p["optional-dependencies"]["dev"], sep="\n")')
+        "$PY" -m pip install --quiet --disable-pip-version-check "${pins[@]}"
+        cp pyproject.toml .venv/pyproject.toml
+    fi
+fi
+[ "${1:-}" = setup ] && exit 0
+
+read -r VOCAB SEQ STEP_TOKENS RECIPE_TOKENS < <("$PY" -c '
+import sys, train
+c = train.PRESETS.get(sys.argv[1]) or train.fail(f"PRESET={sys.argv[1]} is not one of {chr(32).join(train.PRESETS)}")
+tokens, batch, _ = train.RECIPES[sys.argv[1].rsplit("-", 1)[-1]]
+print(c.vocab_size, c.seq_len, batch * c.seq_len, int(float(sys.argv[2] or tokens)))' "$PRESET" "$TOKENS") || exit 2
+WORK=data/$(basename "$DATA")-v$VOCAB
+ROWS=$WORK/rows-$SEQ
+OUT=runs/$RUN
+mkdir -p "$WORK" "$OUT"
+background=()
+trap '[ ${#background[@]} -eq 0 ] || kill "${background[@]}" 2>/dev/null || true' EXIT
+
+case "$DATA" in
+stdlib)
+    TEXTS=data/stdlib
+    [ -f $TEXTS/shard_00000.parquet ] || { say "corpus: the source of this Python's standard library"; "$PY" dataloader.py stdlib --out $TEXTS; }
+    ;;
+fineweb-edu)
+    TEXTS=data/fineweb-edu
+    # a shard is about 250M characters, 53M tokens, of which best-fit packing crops up to 40 %
+    SHARDS=$((RECIPE_TOKENS / 31000000 + 2))
+    [ "$SHARDS" -gt 1822 ] && SHARDS=1822
+    say "corpus: shards 0 to 8 and the validation shard of FineWeb-Edu for the tokenizer; $SHARDS in all"
+    "$PY" dataloader.py download --out $TEXTS --shards $((SHARDS < 9 ? SHARDS : 9))
+    ;;
+*)
+    TEXTS=$DATA
+    [ -d "$TEXTS" ] || { echo "error: DATA=$DATA is not a folder (nor stdlib, nor fineweb-edu)" >&2; exit 2; }
+    ;;
+esac
+
+if [ ! -f "$WORK/tokenizer.json" ]; then
+    say "tokenizer: byte-level BPE with $VOCAB entries"
+    "$PY" tokenizer_train.py --data "$TEXTS" --vocab-size "$VOCAB" --max-chars 2000000000 --out "$WORK/tokenizer.json"
+fi
+
+say "rows: packing $TEXTS into $SEQ + 1 tokens each"
+pack=("$PY" dataloader.py pack --data "$TEXTS" --tokenizer "$WORK/tokenizer.json" --seq-len "$SEQ" --out "$ROWS")
+if [ "$DATA" = fineweb-edu ]; then # the rest is fetched and packed while training runs on what is there
+    "$PY" dataloader.py download --out $TEXTS --shards "$SHARDS" >"$WORK/download.log" 2>&1 & background+=($!)
+    "${pack[@]}" --stream "$SHARDS" >"$WORK/pack.log" 2>&1 & background+=($!)
+    until [ -f "$ROWS/manifest.json" ] && [ -f "$ROWS/val.npy" ]; do
+        kill -0 "${background[1]}" 2>/dev/null || { tail -n 3 "$WORK/pack.log" >&2; exit 1; }
+        sleep 5
+    done
+else
+    "${pack[@]}"
+fi
+
+DTYPE=$("$PY" -c 'import torch, train; print("bfloat16" if torch.cuda.is_available() else train.probe_dtype()[0])') # for both
+launch=("$PY")
+[ "$NPROC" -gt 1 ] && launch=("$PY" -m torch.distributed.run --standalone "--nproc_per_node=$NPROC")
+arms=()
+for gain in $GAINS; do
+    arms+=("$OUT/$gain")
+    say "training: $PRESET with the $gain gain, $OUT/$gain"
+    "${launch[@]}" train.py --preset "$PRESET" --gain "$gain" --data "$ROWS" --out "$OUT/$gain" --seed "$SEED" \
+        --tokens "$RECIPE_TOKENS" --eval-depths "$DEPTHS" --dtype "$DTYPE" --resume
+done
+
+say "report"
+"$PY" report.py "${arms[@]}" --out "$OUT"
+echo "next: change the loop in model.py (Model.inject), then: python train.py --data $ROWS --out runs/mine && python report.py $OUT/euler runs/mine --out runs/mine"

@@ -1,0 +1,254 @@
+"""The trainer as a program: ranks, micro-batches, interruption, matched pairs, refusals."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train
+from dataloader import PackedData
+from depth import SEED_EVAL, SEED_STATE, sample_depths, sequence_key
+from model import PRESETS, Model, load_run
+from tokenizer_train import load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+SIZES = "--vocab-size 300 --seq-len 32 --d-model 32 --d-mlp 64 --batch-size 12 --dtype float32 --eval-tokens 1000"
+FLAGS = SIZES.split() + ["--eval-depths", "1,8", "--tokens", str(12 * 32 * 12), "--eval-every", "5", "--save-every", "4"]
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory):
+    """Rows of 32 tokens of made-up prose, through the real tokenizer and packer."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghij"), rng.integers(2, 7))) for _ in range(60)]
+    docs = [{"text": " ".join(rng.choice(words, rng.integers(5, 60)))} for _ in range(600)]
+    for name, part in (("a.jsonl", docs[:500]), ("b.jsonl", docs[500:])):
+        (folder / name).write_text("\n".join(map(json.dumps, part)))
+    for command in (
+        f"tokenizer_train.py --data {folder} --vocab-size 300 --out {folder}/tok/tokenizer.json",
+        f"dataloader.py pack --data {folder} --tokenizer {folder}/tok/tokenizer.json --seq-len 32 --out {folder}/rows",
+    ):
+        subprocess.run([sys.executable, *command.split()], cwd=ROOT, env=ENV, check=True, capture_output=True, timeout=120)
+    (folder / "rows/tokenizer.json").write_bytes((folder / "tok/tokenizer.json").read_bytes())
+    return folder / "rows"
+
+
+def go(packed, run, *more, ranks=1, check=True):
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launch, str(ROOT / "train.py"), "--data", str(packed), "--out", str(run), *FLAGS, *more]
+    out = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    assert not check or out.returncode == 0, out.stderr[-3000:]
+    return out
+
+
+def log(run, *kinds):
+    """The last record of each step, without what depends on the clock."""
+    records = {}
+    for line in (run / "log.jsonl").read_text().splitlines():
+        r = json.loads(line)
+        if r["kind"] in (kinds or ("train", "eval")):
+            records[r["kind"], r["step"]] = {
+                k: v for k, v in r.items() if k not in ("tok_s", "ms", "mem_gb", "time", "train_seconds")
+            }
+    return records
+
+
+def weights(run):
+    return torch.load(sorted(run.glob("step_*.pt"))[-1], weights_only=True)
+
+
+@pytest.fixture(scope="session")
+def base(packed, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "base"
+    go(packed, run)
+    return run
+
+
+def test_validation_equals_a_plain_loop_over_rows(base, packed):
+    model, cfg, _ = load_run(base)
+    data, total, nbytes, count = PackedData(packed), 0.0, 0, 0
+    enc = load_tokenizer(packed / "tokenizer.json")
+    for i in range(1000 // 32):
+        row = torch.from_numpy(data.get("val", [i]))
+        key = torch.tensor([sequence_key(SEED_EVAL, i)])
+        loss = F.cross_entropy(model.head(model.hidden(row[:, :-1], 8, key))[0].double(), row[0, 1:], reduction="none")
+        total, count = total + loss.sum().item(), count + 32
+        nbytes += len(enc.decode_bytes([t for t in row[0, 1:].tolist() if t < 297]))
+    final = log(base, "eval")["eval", 12]
+    assert final["final"] and final["eval_tokens"] == count
+    assert abs(final["loss"]["8"] - total / count) < 1e-5
+    assert final["bpb"]["8"] < total / nbytes / math.log(2) * 1.2 and set(final["loss"]) == {"1", "8"}
+
+
+def test_loss_falls(base):
+    records = log(base, "train")
+    assert records["train", 12]["loss"] < records["train", 1]["loss"] - 0.5
+    assert abs(records["train", 1]["loss"] - math.log(300)) < 0.5
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_equal_one(ranks, base, packed, tmp_path):
+    go(packed, tmp_path / "r", ranks=ranks)
+    assert_close(log(base), log(tmp_path / "r"))
+    a, b = weights(base), weights(tmp_path / "r")
+    for part in ("model",):
+        for name in a[part]:
+            assert torch.allclose(a[part][name], b[part][name], atol=2e-4), name
+    assert a["optimizer"]["first"].keys() == b["optimizer"]["first"].keys()
+
+
+def assert_close(a, b, tol=2e-4):
+    assert a.keys() == b.keys()
+    for key in a:
+        for field, x in a[key].items():
+            y = b[key][field]
+            if isinstance(x, dict):
+                assert all(abs(x[d] - y[d]) < tol for d in x), (key, field)
+            elif isinstance(x, float) and field != "grad_norm":
+                assert abs(x - y) < tol * max(1, abs(x)), (key, field, x, y)
+            elif field in ("rows", "tokens"):
+                assert x == y, (key, field)
+
+
+def test_micro_batch_does_not_change_the_step(base, packed, tmp_path):
+    go(packed, tmp_path / "r", "--device-batch-size", "3")
+    assert_close(log(base), log(tmp_path / "r"))
+
+
+def test_matched_pair_differs_in_the_gain_alone(base, packed, tmp_path):
+    go(packed, tmp_path / "zoh", "--gain", "zoh")
+    a, b = log(base, "train"), log(tmp_path / "zoh", "train")
+    for key in a:
+        assert all(a[key][f] == b[key][f] for f in ("rows", "depth_mean", "lr", "tokens")), key
+    assert a["train", 12]["loss"] != b["train", 12]["loss"]
+    x, y = (json.loads((r / "config.json").read_text()) for r in (base, tmp_path / "zoh"))
+    assert {k for k in x["model"] if x["model"][k] != y["model"][k]} == {"gain"}
+    assert {k for k in x["args"] if x["args"][k] != y["args"][k]} == {"out"}
+
+
+def test_resumed_is_bitwise_uninterrupted(base, packed, tmp_path):
+    run = tmp_path / "r"
+    assert "saved" in go(packed, run, "--stop-at", "6").stdout
+    go(packed, run, "--resume")
+    assert log(run) == log(base)
+    assert_identical(weights(run), weights(base))
+
+
+def assert_identical(a, b):
+    assert a["step"] == b["step"] and torch.equal(a["optimizer"]["steps"], b["optimizer"]["steps"])
+    for x, y in ((a["model"], b["model"]), *((a["optimizer"][s], b["optimizer"][s]) for s in ("first", "second"))):
+        assert x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x)
+
+
+def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path):
+    run = tmp_path / "r"
+    command = [sys.executable, str(ROOT / "train.py"), "--data", str(packed), "--out", str(run), *FLAGS, "--resume"]
+    p = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
+    while not ((run / "log.jsonl").is_file() and (run / "log.jsonl").read_text().count("train") >= 5):
+        assert p.poll() is None
+        time.sleep(0.01)
+    p.send_signal(signal.SIGTERM)
+    out, _ = p.communicate(timeout=60)
+    files = sorted(run.glob("step_*.pt"))
+    if p.returncode == 128 + signal.SIGTERM:  # else it was already finishing
+        assert "saved" in out and files
+    files[-1].write_bytes(files[-1].read_bytes()[:-100])
+    again = go(packed, run, "--resume")
+    assert f"{files[-1]} is damaged" in again.stdout
+    assert log(run) == log(base)
+    assert_identical(weights(run), weights(base))
+
+
+def test_resume_on_another_number_of_ranks(base, packed, tmp_path):
+    run = tmp_path / "r"
+    go(packed, run, "--stop-at", "4", ranks=2)
+    go(packed, run, "--resume", "--stop-at", "8", ranks=3)
+    go(packed, run, "--resume")
+    assert_close(log(base), log(run))
+
+
+REFUSED = {
+    "--batch-size 10 --device-batch-size 4": "--batch-size 10 is not a multiple of ranks × device batch = 1 × 4; try 12",
+    "--mu-bwd 9": "--mu-bwd 9 exceeds --mu-rec 8",
+    "--n-head 3": "--n-head 3",
+    "--tokens 10": "--tokens 10 is less than one step",
+    "--tokens 1e6 --flops 1e12": "--tokens and --flops both",
+    "--cooldown 2": "--cooldown 2.0 is out of range",
+    "--eval-depths 1,x": "--eval-depths 1,x must be depths",
+    "--eval-depths 0,1": "--eval-depths 0,1 must be depths",
+    "--vocab-size 301": "vocab_size 300, the model has 301",
+    "--seq-len 64": "seq_len 32, the model has 64",
+    "--data nowhere": "--data nowhere holds no packed rows",
+    "--preset transformer-tiny --gain zoh": "--gain has no meaning for --preset transformer-tiny",
+    "--clip nan": "--clip nan is out of range",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_bad_flags_are_refused_in_one_line(flags, packed, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--data", str(packed), "--out", str(tmp_path / "r"), *FLAGS, *flags.split()])
+    err = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and REFUSED[flags] in err and err.count("\n") == 0
+    assert not (tmp_path / "r").exists()
+
+
+def test_an_existing_run_is_not_overwritten(base, packed, capsys):
+    for more, words in (([], "--resume"), (["--resume", "--gain", "zoh", "--muon-lr", "1e-3"], "--muon-lr, model.gain")):
+        before = (base / "log.jsonl").read_bytes()
+        with pytest.raises(SystemExit):
+            train.main(["--data", str(packed), "--out", str(base), *FLAGS, *more])
+        assert words in capsys.readouterr().err and (base / "log.jsonl").read_bytes() == before
+
+
+def test_diverging_run_stops_with_one_message(packed, tmp_path):
+    out = go(packed, tmp_path / "r", "--muon-lr", "1e30", "--adam-lr", "1e30", check=False)
+    assert out.returncode == 1 and "Traceback" not in out.stderr
+    assert "3 steps in a row" in out.stderr and re.search("the step was skipped on all ranks", out.stdout)
+
+
+def test_schedule():
+    lrs, decays = zip(*(train.schedule(s, 100, 0.5) for s in range(100)))
+    assert lrs[:51] == (1.0,) * 51 and abs(lrs[75] - 0.5) < 1e-12 and abs(lrs[99] - 0.02) < 1e-12
+    assert all(abs(d - (1 - s / 100)) < 1e-12 for s, d in enumerate(decays))
+    assert all(train.schedule(s, 100, 0.0)[0] == 1.0 for s in range(100))
+
+
+def test_deal_gives_every_sequence_once_and_ranks_equal_work():
+    cfg = PRESETS["parcae-140m"]
+    worst = []
+    for step in range(300):
+        n, k = sample_depths(cfg, 0, step, 256)
+        parts = train.deal(n, k, 8)
+        assert sorted(np.concatenate(parts)) == list(range(256)) and {len(p) for p in parts} == {32}
+        # units of one block application: core loops, prelude and coda 12, head 8.7, C and B e 0.4
+        cost = np.array([(2 * 2 * n[p] + 2 * 6 * k[p]).sum() / 2 + 32 * 21.1 for p in parts])
+        worst.append(cost.max() / cost.mean())
+    assert np.mean(worst) < 1.005
+
+
+def test_first_step_loss_equals_the_model_by_hand(base, packed):
+    """Step 1 rebuilt from (seed, step) alone: rows, depths, keys, initial weights."""
+    cfg = dataclasses.replace(PRESETS["tiny"], vocab_size=300, seq_len=32, d_model=32, d_mlp=64)
+    model, data = Model(cfg), PackedData(packed)
+    model.init_weights(0)
+    n, k = sample_depths(cfg, 0, 0, 12)
+    total = 0.0
+    for i, row in enumerate(data.stream_ids(0, 0, 12)):
+        block = torch.from_numpy(data.get("train", [row]))
+        keys = torch.tensor([sequence_key(0, SEED_STATE, i)])
+        total += model.loss(block[:, :-1], block[:, 1:], keys, n[[i]], k[[i]])[0].item()
+    assert abs(log(base, "train")["train", 1]["loss"] - total / (12 * 32)) < 1e-5

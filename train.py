@@ -1,0 +1,581 @@
+"""
+Trains a looped language model, or its flat baseline, on packed rows of tokens.
+
+    python train.py                                                        # the small model, CPU
+    python train.py --preset parcae-140m --gain zoh --data data/fineweb-edu/packed-2048    # one GPU
+    torchrun --standalone --nproc_per_node=8 train.py --preset parcae-140m ...             # eight
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py ...
+
+What a step sees (rows, depths, initial states) is a function of (seed, step, sequence in the step), whatever the number
+of ranks and the micro-batch; --batch-size is the optimiser's batch, --device-batch-size only what memory allows.
+A run directory holds config.json, log.jsonl, the tokenizer and the checkpoints; `--resume` continues it.
+"""
+
+import argparse
+import dataclasses
+import gc
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dataloader import PackedData, fail, run_cli, write_atomic
+from depth import SEED_EVAL, SEED_STATE, sample_depths, sequence_key
+from model import CHOICES, PRESETS, Model, ModelConfig, discretise, flag, parameter_count
+from muon import MuonAdamW
+from tokenizer_train import load_tokenizer, token_bytes
+
+RECIPES = {  # tokens, sequences a step, AdamW learning rate (paper, table "Hyperparameter"); Muon's is 8e-3 everywhere
+    "140m": (11.2e9, 256, 8e-3),
+    "370m": (29.6e9, 256, 8e-3),
+    "770m": (61.6e9, 256, 6e-3),
+    "1.3b": (104e9, 256, 6e-3),
+    "tiny": (2.2e6, 16, 8e-3),
+}
+PEAK = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "4090": 165e12,
+    "L40": 181e12,
+}  # dense bf16 FLOP/s
+BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
+# flags that may change when a run is continued; all others decide its numbers
+FREE = {"out", "resume", "stop_at", "save_every", "log_every", "device_batch_size", "compile", "wandb", "data",
+        "device", "loss_chunk", "checkpoint_loops", "eval_every", "eval_tokens", "eval_depths"}  # fmt: skip
+
+
+def parse_args(argv=None):
+    p = argparse.ArgumentParser(description="Train a looped language model.", allow_abbrev=False)
+    add, on_off = p.add_argument, argparse.BooleanOptionalAction
+    add("--preset", default="tiny", choices=PRESETS, help="network and recipe (default: %(default)s)")
+    network = p.add_argument_group("network", "override the preset")
+    for f in dataclasses.fields(ModelConfig):
+        kind = dict(action=on_off) if f.type is bool else dict(type=f.type, choices=CHOICES.get(f.name))
+        network.add_argument(flag(f.name), default=None, **kind)
+    add("--out", default=None, help="run directory (default: runs/PRESET-GAIN-sSEED)")
+    add("--data", default=None, help="folder of packed rows, made by dataloader.py pack (default: the standard library's source)")
+    add("--seed", type=int, default=0, help="of initial weights, row order, depths and initial states")
+    add("--tokens", type=float, default=None, help="training tokens (default: the preset's recipe)")
+    add("--flops", type=float, default=None, help="training FLOPs; sets --tokens by the model's FLOPs per token")
+    add("--batch-size", type=int, default=None, help="sequences per optimiser step (default: 256; tiny: 16)")
+    add(
+        "--device-batch-size",
+        type=int,
+        default=None,
+        help="sequences per forward pass and device (default: 32 at most)",
+    )
+    add("--muon-lr", type=float, default=8e-3, help="peak learning rate of the matrices")
+    add("--adam-lr", type=float, default=None, help="peak learning rate of the rest (default: the preset's recipe)")
+    add("--weight-decay", type=float, default=0.2, help="Muon's, cautious, falling linearly to 0")
+    add("--clip", type=float, default=1.0, help="global gradient norm")
+    add(
+        "--cooldown",
+        type=float,
+        default=0.5,
+        help="last part of the run over which learning rates fall to 0, in [0, 1]",
+    )
+    add("--depth-stratified", action=on_off, default=False, help="stratified depths: same law, steadier mean")
+    add("--eval-every", type=int, default=0, help="steps between validations at mu_rec (default: 8 in a run)")
+    add("--eval-tokens", type=float, default=None, help="validation tokens (default: 10.5e6; tiny: 131072)")
+    add("--eval-depths", default=None, help="depths of the final validation, e.g. 1,2,4,8,16 (default: those)")
+    add("--save-every", type=int, default=1000, help="steps between checkpoints; the last two and the final one stay")
+    add("--stop-at", type=int, default=None, help="save and stop after this step; the schedule is unchanged")
+    add("--resume", action="store_true", help="continue the run directory if it exists")
+    add("--log-every", type=int, default=10, help="steps between lines on the screen; log.jsonl has every step")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of activations; auto: measured")
+    add("--compile", default="auto", choices=("auto", "on", "off"), help="torch.compile (auto: on GPUs)")
+    add("--loss-chunk", type=int, default=None, help="tokens whose logits are held at once; 0: all (default: CPU 1024)")
+    add(
+        "--checkpoint-loops", action=on_off, default=False, help="recompute each loop in the backward pass: less memory"
+    )
+    add("--wandb", action="store_true", help="also log to Weights & Biases, if installed")
+    return p.parse_args(argv)
+
+
+def model_config(args) -> ModelConfig:
+    preset = dataclasses.asdict(PRESETS[args.preset])
+    given = {f: getattr(args, f) for f in preset if getattr(args, f) is not None}
+    if "mu_rec" in given and "mu_bwd" not in given:
+        preset["mu_bwd"] = 0  # half of mu_rec again, not of the preset's
+    if preset["n_core"] == 0 and given.keys() & {"gain", "injection", "mu_rec", "mu_bwd", "sampling", "granularity"}:
+        names = " ".join(flag(f) for f in given if f in {"gain", "injection", "mu_rec", "mu_bwd", "sampling"})
+        fail(f"{names} has no meaning for --preset {args.preset}, which has no loop; try --preset tiny or parcae-140m")
+    try:
+        return ModelConfig(**preset | given)
+    except ValueError as e:
+        fail(str(e))
+
+
+def settle(args, cfg: ModelConfig, world: int) -> int:
+    """Fills in the defaults that depend on others, checks the ranges; returns the number of steps."""
+    tokens, batch, adam_lr = RECIPES[args.preset.rsplit("-", 1)[-1]]
+    args.batch_size = args.batch_size or batch
+    args.adam_lr = adam_lr if args.adam_lr is None else args.adam_lr
+    small = args.preset.endswith("tiny")
+    args.eval_tokens = args.eval_tokens or (131072 if small else 10.5e6)
+    args.loss_chunk = (1024 if args.device == "cpu" else 0) if args.loss_chunk is None else args.loss_chunk
+    if args.tokens is not None and args.flops is not None:
+        fail("--tokens and --flops both set the length of the run; give one of them")
+    if args.flops is not None:
+        args.tokens = args.flops / cfg.flops_per_token()
+    args.tokens = args.tokens or tokens
+    for name, low, high in (("cooldown", 0, 1), ("clip", 1e-9, math.inf), ("weight_decay", 0, math.inf),
+                            ("muon_lr", 0, math.inf), ("adam_lr", 0, math.inf), ("batch_size", 1, 1 << 20),
+                            ("save_every", 1, math.inf), ("log_every", 1, math.inf), ("eval_every", 0, math.inf),
+                            ("eval_tokens", cfg.seq_len, math.inf), ("loss_chunk", 0, math.inf),
+                            ("tokens", 1, math.inf), ("seed", 0, (1 << 63) - 1), ("stop_at", 1, math.inf)):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            fail(f"{flag(name)} {value} is out of range: it must lie in [{low:g}, {high:g}]")
+    if args.batch_size % world:
+        fail(f"--batch-size {args.batch_size} is not a multiple of the {world} ranks; "
+             f"try {-(-args.batch_size // world) * world}")  # fmt: skip
+    args.device_batch_size = args.device_batch_size or next(
+        b for b in range(min(32, args.batch_size // world), 0, -1) if args.batch_size % (world * b) == 0
+    )
+    unit = world * args.device_batch_size
+    if args.device_batch_size < 1 or args.batch_size % unit:
+        fail(f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = {world} × "
+             f"{args.device_batch_size}; try {max(1, -(-args.batch_size // max(1, unit))) * max(1, unit)}")  # fmt: skip
+    steps = round(args.tokens / (args.batch_size * cfg.seq_len))
+    if steps < 1:
+        fail(f"--tokens {args.tokens:g} is less than one step of {args.batch_size} × {cfg.seq_len} tokens")
+    args.eval_every = args.eval_every or max(1, steps // 8)
+    text = args.eval_depths or ("1,2,4,8,16" if cfg.n_core else "0")
+    if not re.fullmatch(r"\d+(,\d+)*", text) or (cfg.n_core and "0" in text.split(",")):
+        fail(f"--eval-depths {text} must be depths of at least 1 between commas, e.g. 1,2,4,8,16")
+    args.eval_depths = ",".join(map(str, sorted({int(d) for d in text.split(",")} | {cfg.mu_rec})))
+    return steps
+
+
+def distributed(device: str):
+    """-> (rank, world, device of this rank). Also right for one process without torchrun."""
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    where = torch.device("cuda", local) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(where)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    return rank, world, where
+
+
+def probe_dtype() -> tuple[str, str]:
+    """The faster of float32 and bfloat16 for this CPU's matrix products, and the reason in words."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(2048, 512).to(dtype), torch.randn(512, 512).to(dtype)
+        a @ b
+        times = []
+        for _ in range(9):
+            start = time.perf_counter()
+            a @ b
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = sorted(times)[4]
+    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
+    name = "bfloat16" if ratio > 1.3 else "float32"
+    return name, f"{name}: bfloat16 matrix products run at {ratio:.1f} times float32's speed on this processor"
+
+
+def deal(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
+    """Sequences of a step for each rank: deepest first, dealt back and forth so that the ranks' work is equal.
+
+    A loop without gradient costs 2 units, one with gradient 6. The deal looks at depths only, which are independent of
+    the text, and the step's gradient is a sum over sequences, so who computes which changes nothing but rounding.
+    """
+    cost = (2 * n + 6 * k).reshape(len(n), -1).sum(1)
+    order = np.argsort(-cost, kind="stable")
+    rounds = order.reshape(-1, world).copy()
+    rounds[1::2] = rounds[1::2, ::-1]
+    return [rounds[:, r] for r in range(world)]
+
+
+def schedule(step: int, steps: int, cooldown: float) -> tuple[float, float]:
+    """Multiples of a step for learning rates (constant, then linear to 0) and weight decay (linear throughout)."""
+    left = (steps - step) / steps
+    return min(1.0, left / cooldown) if cooldown > 0 else 1.0, left
+
+
+def environment() -> dict:
+    """Versions and source state, for config.json."""
+
+    def git(*command):  # fmt: skip
+        out = subprocess.run(("git", *command), capture_output=True, text=True, cwd=Path(__file__).parent)
+        return out.stdout.strip() if out.returncode == 0 else None
+
+    return {
+        "git": {"commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD")},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        + (f", {torch.cuda.device_count()} × {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+    }
+
+
+def compare(old: dict, new: dict) -> list[str]:
+    """Names of the settings in which a continued run would differ from its beginning."""
+    diff = [flag(k) for k in new["args"] if k not in FREE and old["args"].get(k) != new["args"][k]]
+    diff += [f"model.{k}" for k in new["model"] if old["model"].get(k) != new["model"][k]]
+    return diff + [k for k in ("tokenizer", "data") if old[k]["sha256"] != new[k]["sha256"]] + [
+        k for k in ("dtype",) if old[k] != new[k]]  # fmt: skip
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(run: Path, step: int, model: Model, opt: MuonAdamW, rank: int) -> None:
+    """Every rank calls it, rank 0 writes, whole or not at all; the last two stay."""
+    optimizer = opt.state_dict()
+    if rank:
+        return
+    # the parameters are views of shared buffers: clone them, or each file would hold every buffer's padding
+    state = {"step": step, "model": {k: v.cpu().clone() for k, v in model.state_dict().items()}, "optimizer": optimizer}
+    path = run / f"step_{step:07d}.pt"
+    write_atomic(path, lambda f: torch.save(state, f))
+    write_atomic(run / f"{path.name}.sha256", digest(path).encode())
+    for old in sorted(run.glob("step_*.pt"))[:-2]:
+        old.unlink()
+        (run / f"{old.name}.sha256").unlink(missing_ok=True)
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def newest_checkpoint(run: Path) -> dict | None:
+    """The newest checkpoint whose checksum holds, loaded through CPU memory; damaged ones are named and passed over."""
+    for path in sorted(run.glob("step_*.pt"), reverse=True):
+        mark = run / f"{path.name}.sha256"
+        if mark.is_file() and mark.read_text().strip() == digest(path):
+            return torch.load(path, map_location="cpu", weights_only=True)
+        print(f"{path} is damaged or incomplete (its checksum does not hold); trying the one before")
+    return None
+
+
+# -- validation --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def validate(model, data: PackedData, sizes, depths: list, tokens: float, batch: int, rank: int, world: int, device):
+    """Mean loss over the first rows of the validation shard, independent of batch and ranks.
+
+    -> {"eval_tokens", "loss": {depth: nats per token}, "bpb": {depth: bits per byte}}. Bits per byte count the targets
+    that have bytes (not BOS) against the true byte lengths of the tokens.
+    """
+    rows = min(data.rows("val"), max(1, int(tokens) // data.seq_len))
+    total = torch.zeros(len(depths), 2, dtype=torch.float64, device=device)  # nats of all targets, of those with bytes
+    size = torch.zeros((), dtype=torch.float64, device=device)
+    mine = np.arange(rank, rows, world)
+    for at in range(0, len(mine), batch):
+        ids = mine[at : at + batch]
+        block = torch.from_numpy(data.get("val", ids)).to(device)
+        keys = torch.tensor([sequence_key(SEED_EVAL, int(i)) for i in ids], device=device)
+        x, y = block[:, :-1], block[:, 1:]
+        bytes_ = sizes[y]
+        size += bytes_.sum()
+        for i, loss in enumerate(model.losses(x, y, depths, keys).values()):
+            total[i] += torch.stack([loss.double().sum(), loss.double()[bytes_ > 0].sum()])
+    if world > 1:
+        dist.all_reduce(total)
+        dist.all_reduce(size)
+    count = rows * data.seq_len
+    nats = (total[:, 0] / count).tolist()
+    bits = (total[:, 1] / size / math.log(2)).tolist()
+    name = [str(d) for d in depths]
+    return {"eval_tokens": count, "loss": dict(zip(name, nats)), "bpb": dict(zip(name, bits))}
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def open_data(args, cfg: ModelConfig, rank: int, world: int):
+    """-> (PackedData, its folder); refuses data of another length or vocabulary."""
+    folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}")
+    if not args.data and not (folder / "manifest.json").is_file() and rank == 0:
+        prepare_stdlib(folder, cfg)
+    if world > 1:
+        dist.barrier()
+    if not (folder / "manifest.json").is_file():
+        fail(f"--data {folder} holds no packed rows; make them with `python dataloader.py pack --out {folder} …`")
+    data = PackedData(folder)
+    for key, want in (("seq_len", cfg.seq_len), ("vocab_size", cfg.vocab_size)):
+        if data.manifest[key] != want:
+            fail(f"{folder} was packed with {key} {data.manifest[key]}, the model has {want}; "
+                 f"try {flag(key)} {data.manifest[key]} or pack again")  # fmt: skip
+    return data, folder
+
+
+def prepare_stdlib(folder: Path, cfg: ModelConfig) -> None:
+    """Without --data: the offline corpus, its tokenizer and its rows, as speedrun.sh makes them."""
+    tokenizer = str(folder.parent / "tokenizer.json")
+    for command in (
+        ["dataloader.py", "stdlib", "--out", "data/stdlib"],
+        ["tokenizer_train.py", "--data", "data/stdlib", "--vocab-size", str(cfg.vocab_size), "--out", tokenizer],
+        ["dataloader.py", "pack", "--data", "data/stdlib", "--tokenizer", tokenizer, "--seq-len", str(cfg.seq_len),
+         "--out", str(folder)],
+    ):  # fmt: skip
+        if subprocess.run([sys.executable, str(Path(__file__).parent / command[0]), *command[1:]]).returncode:
+            fail("the default data could not be made (see above); give packed rows with --data")
+
+
+def prepare_run(args, config: dict) -> bool:
+    """Rank 0 makes the run directory, or checks the one to continue; -> whether there is one to continue."""
+    run, old = Path(args.out), Path(args.out) / "config.json"
+    if run.exists() and not args.resume:
+        fail(f"{run} exists; add --resume to continue it, or name another with --out")
+    again = old.is_file()
+    if again and (diff := compare(json.loads(old.read_text()), config)):
+        fail(f"{run} was begun with other settings: {', '.join(diff)}; repeat them, or name another with --out")
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if not again:
+            write_atomic(old, json.dumps(config, indent=1).encode())
+        shutil.copyfile(config["tokenizer"]["path"], run / "tokenizer.json")
+    except OSError as e:
+        fail(f"cannot write to {run}: {e.strerror}")
+    return again
+
+
+class Log:
+    """Rank 0's record of a run: log.jsonl with every step, lines or a progress bar on the screen, optionally wandb."""
+
+    def __init__(self, run: Path, config: dict, args, device, first: int):
+        self.config, self.every, self.device, self.run = config, args.log_every, device, run
+        self.file = open(run / "log.jsonl", "a")
+        self.began = self.last = time.perf_counter()
+        self.recent, self.bar, self.wandb = deque(maxlen=50), None, None
+        self.peak = next((v for k, v in PEAK.items() if device.type == "cuda" and k in torch.cuda.get_device_name()), None)
+        if args.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project="looped", name=run.name, config=config, resume="allow")
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=config["steps"], initial=first, unit="step", dynamic_ncols=True)
+
+    def record(self, entry: dict) -> None:
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(entry, step=entry["step"])
+
+    def step(self, entry: dict) -> None:
+        """entry: what the step was and gave; the clock is read here."""
+        now, tokens = time.perf_counter(), self.config["args"]["batch_size"] * self.config["model"]["seq_len"]
+        ms, self.last = (now - self.last) * 1e3, now
+        self.recent.append(ms)
+        gpu = self.device.type == "cuda"
+        entry |= {"tok_s": tokens * 1e3 / ms, "ms": ms, "time": now - self.began,
+                  "mem_gb": torch.cuda.max_memory_allocated() / 2**30 if gpu else peak_memory()}  # fmt: skip
+        self.record(entry)
+        step, steps, average = entry["step"], self.config["steps"], sum(self.recent) / len(self.recent)
+        if self.bar:
+            self.bar.set_description_str(f"loss {entry['loss']:.4f}  {entry['tok_s']:,.0f} tok/s", refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif step % self.every == 0 or step in (1, steps):
+            mfu = entry["tok_s"] * self.config["flops_per_token"] / (self.peak * self.config["ranks"]) if self.peak else 0
+            print(f"step {step:6d}/{steps}  loss {entry['loss']:7.4f}  lr {entry['lr']:.3f}  "
+                  f"grad {entry['grad_norm']:7.3f}  decay {entry['decay_max'] or 0:.4f}  "
+                  f"depth {entry['depth_mean']:5.2f}  {entry['tok_s']:9,.0f} tok/s  {ms:7.1f} ms  "
+                  f"{entry['mem_gb']:5.1f} GB  left {(steps - step) * average / 6e4:6.1f} min"
+                  + (f"  mfu {mfu:.3f}" if mfu else ""), flush=True)  # fmt: skip
+
+
+def peak_memory() -> float:
+    """Of this process, GB."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "linux" else 30)
+
+
+def main(argv=None):
+    # 1. the run: flags, ranks, data, directory
+    args = parse_args(argv)
+    cfg = model_config(args)
+    rank, world, device = distributed(args.device)
+    say = print if rank == 0 else (lambda *a, **k: None)
+    steps = settle(args, cfg, world)
+    data, folder = open_data(args, cfg, rank, world)
+    why = "given"
+    if args.dtype == "auto":
+        args.dtype, why = ("bfloat16", "a GPU") if args.device == "cuda" else probe_dtype()
+    looped = cfg.n_core > 0
+    has_decay = looped and cfg.injection == "diagonal"
+    args.out = args.out or f"runs/{args.preset}{f'-{cfg.gain}' if has_decay else ''}-s{args.seed}"
+    config = {
+        "args": {k: v for k, v in vars(args).items() if k not in dataclasses.asdict(cfg)},
+        "model": dataclasses.asdict(cfg),
+        "params": parameter_count(cfg),
+        "flops_per_token": cfg.flops_per_token(),
+        "steps": steps,
+        "tokenizer": {"path": str(folder / "tokenizer.json"), "sha256": data.manifest["tokenizer_sha256"]},
+        "data": {"path": str(folder), "sha256": data.sha256()},
+        "device": args.device,
+        "dtype": args.dtype,
+        "ranks": world,
+        "command": " ".join(sys.argv),
+        **environment(),
+    }
+    told = [prepare_run(args, config), args.dtype] if rank == 0 else [None, None]
+    if world > 1:
+        dist.broadcast_object_list(told)
+    again, args.dtype = told
+    run = Path(args.out)
+
+    # 2. model and optimiser
+    model = Model(cfg)
+    model.dtype, model.loss_chunk = getattr(torch, args.dtype), args.loss_chunk
+    model.checkpoint_loops = args.checkpoint_loops
+    state = newest_checkpoint(run) if again else None
+    first = state["step"] if state else 0
+    if state:
+        model.load_state_dict(state["model"])
+    else:
+        model.init_weights(args.seed)
+    model.to(device)
+    compiled = args.compile == "on" or (args.compile == "auto" and args.device == "cuda")
+    opt = MuonAdamW(model.named_parameters(), model.muon_parameters(), args.muon_lr, args.adam_lr, clip=args.clip,
+                    weight_decay=args.weight_decay, rank=rank, world=world, compile=compiled)  # fmt: skip
+    if state:
+        opt.load_state_dict(state["optimizer"])
+    state = None
+    if compiled:
+        model.compile_pieces()
+
+    # 3. what will happen
+    B, T, local, micro = args.batch_size, cfg.seq_len, args.batch_size // world, args.device_batch_size
+    depths = [int(d) for d in args.eval_depths.split(",")]
+    sizes = torch.from_numpy(token_bytes(load_tokenizer(folder / "tokenizer.json"))).to(device)
+    say(f"{run.name}: {config['params']:,} parameters, {cfg.flops_per_token() / 1e6:,.0f} MFLOPs a token")
+    say(f"{steps} steps of {B} × {T} tokens = {steps * B * T:,}; {world} rank(s) × {local // micro} × {micro} sequences")
+    say(f"{device.type}, activations {args.dtype} ({why}), compile {'on' if compiled else 'off'}; directory {run}")
+    if first:
+        say(f"continuing after step {first}")
+    caught = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda n, frame: caught.append(n))
+    log = Log(run, config, args, device, first) if rank == 0 else None
+    bad = 0
+
+    def evaluate(step: int, at: list[int], **more) -> dict:
+        model.eval()
+        result = validate(model, data, sizes, at, args.eval_tokens, micro, rank, world, device)
+        model.train()
+        if log:
+            log.record({"kind": "eval", "step": step, "tokens": step * B * T, **result, **more})
+        losses = "  ".join(f"{d}: {v:.4f}" for d, v in result["loss"].items())
+        say(f"step {step}  validation loss at depth {losses}  ({result['eval_tokens']:,} tokens)", flush=True)
+        return result
+
+    def finish(entry: dict, out: torch.Tensor) -> bool:
+        """Takes a step's numbers from the device and records them; -> whether some rank was asked to stop."""
+        nonlocal bad
+        norm2, loss, residual, state_norm, stopping, decay_max, decay_mean = out.tolist()
+        good = math.isfinite(norm2) and math.isfinite(loss)
+        bad = 0 if good else bad + 1
+        entry |= {"loss": loss, "grad_norm": math.sqrt(norm2) if good else norm2, "residual": residual if looped else None,
+                  "state_norm": state_norm if looped else None, "decay_max": decay_max if has_decay else None,
+                  "decay_mean": decay_mean if has_decay else None}  # fmt: skip
+        if not good:
+            entry["skipped"] = True
+            say(f"step {entry['step']}: loss {loss}, gradient norm {norm2}; the step was skipped on all ranks", flush=True)
+        if log:
+            log.step(entry)
+        if bad == BAD_STEPS:
+            saved = sorted(run.glob("step_*.pt"))
+            say(f"stopped at step {entry['step']}: {bad} steps in a row, sequences {(entry['step'] - bad) * B} to "
+                f"{entry['step'] * B - 1}, had no finite loss or gradient; last good checkpoint: "
+                f"{saved[-1] if saved else 'none'}. Lower --adam-lr or --muon-lr", file=sys.stderr)  # fmt: skip
+            sys.exit(1)
+        return stopping > 0
+
+    # 4. training
+    model.train()
+    pending, stopped, step = None, False, first
+    while step < steps and not stopped:
+        n, k = sample_depths(cfg, args.seed, step, B, args.depth_stratified)
+        mine = deal(n, k, world)[rank]
+        rows = data.stream_ids(args.seed, step * B, B)
+        tokens = torch.from_numpy(data.get("train", rows[mine]))  # (local, T + 1)
+        keys = torch.tensor([sequence_key(args.seed, SEED_STATE, step * B + int(i)) for i in mine])
+        if device.type == "cuda":
+            tokens, keys = (t.pin_memory().to(device, non_blocking=True) for t in (tokens, keys))
+        sums = torch.zeros(4, device=device)  # loss, residual, state norm, wish to stop
+        for at in range(0, local, micro):
+            part = slice(at, at + micro)
+            loss, stats = model.loss(tokens[part, :-1], tokens[part, 1:], keys[part], n[mine[part]], k[mine[part]])
+            (loss / (B * T)).backward()
+            sums[:3] += torch.stack([loss.detach(), stats["residual"], stats["state_norm"]]) / (B * T)
+        sums[3] += bool(caught)
+        lr, wd = schedule(step, steps, args.cooldown)
+        out = opt.step(lr, wd, sums)
+        decay = discretise(model.A_log, model.dt_bias, cfg.gain)[0].detach() if has_decay else out.new_zeros(1)
+        out = torch.cat([out, decay.max()[None], decay.mean()[None]])
+        if pending:  # recorded one step behind, so that the device always has work
+            stopped = finish(*pending)
+        step += 1
+        pending = ({"kind": "train", "step": step, "tokens": step * B * T, "lr": lr, "depth_mean": float((n + k).mean()),
+                    "rows": zlib.crc32(rows.tobytes())}, out)  # fmt: skip
+        if step == first + 20:  # collections would stall all ranks
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        stopped = stopped or step == args.stop_at
+        save, look = step % args.save_every == 0 or step == steps, step % args.eval_every == 0 and step < steps
+        if save or look or stopped:
+            stopped, pending = finish(*pending) or stopped, None
+            if save or stopped:
+                save_checkpoint(run, step, model, opt, rank)  # before evaluation, which might fail
+            if look and not stopped:
+                evaluate(step, [cfg.mu_rec])
+            if log:
+                log.last = time.perf_counter()
+
+    # 5. the end
+    if step < steps or stopped and caught:
+        say(f"stopped after step {step} of {steps} and saved; the same command with --resume continues")
+    else:
+        result = evaluate(steps, depths, final=True)
+        if rank == 0:
+            add_result(run, args, cfg, config, result, steps * B * T)
+    if world > 1:
+        dist.barrier()  # rank 0 may still be writing
+        dist.destroy_process_group()
+    if caught:
+        sys.exit(128 + caught[0])
+
+
+def add_result(run: Path, args, cfg: ModelConfig, config: dict, result: dict, tokens: int) -> None:
+    """A line in results.tsv of the nearest folder named runs."""
+    table = next((p for p in run.absolute().parents if p.name == "runs"), run.parent) / "results.tsv"
+    row = {"date": time.strftime("%Y-%m-%d %H:%M"), "run": str(run), "preset": args.preset, "gain": cfg.gain,
+           "seed": args.seed, "params": config["params"], "tokens": tokens, "depth": cfg.mu_rec,
+           "val_loss": f"{result['loss'][str(cfg.mu_rec)]:.6f}",
+           "commit": (config["git"]["commit"] or "")[:10]}  # fmt: skip
+    with open(table, "a") as f:
+        if f.tell() == 0:
+            f.write("\t".join(row) + "\n")
+        f.write("\t".join(str(v) for v in row.values()) + "\n")
+
+
+if __name__ == "__main__":
+    run_cli(main)

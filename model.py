@@ -434,12 +434,13 @@ class Model(nn.Module):
         """x (..., D) -> logits (..., V) in x's dtype."""
         return F.linear(x, (self.wte.weight if self.head_weight is None else self.head_weight).to(x.dtype))
 
-    def compile_pieces(self) -> None:
-        """Replaces the pieces by compiled ones; the number of active rows is a dynamic dimension of core_step."""
-        self.before = torch.compile(self.before, dynamic=False)
-        self.core_step = torch.compile(self.core_step)  # the first size is static, a second makes the rows dynamic
-        self.after_loss = torch.compile(self.after_loss, dynamic=False)
-        self.token_losses = torch.compile(self.token_losses, dynamic=False)
+    def compile_pieces(self, backend: str = "inductor") -> None:
+        """Replaces the pieces by compiled ones. core_step gets a graph for all rows of a micro-batch, one for any number
+        of active rows and one for a single row, each with and without gradient; then nothing is compiled again."""
+        self.before = torch.compile(self.before, dynamic=False, backend=backend)
+        self.core_step = torch.compile(self.core_step, backend=backend)
+        self.after_loss = torch.compile(self.after_loss, dynamic=False, backend=backend)
+        self.token_losses = torch.compile(self.token_losses, dynamic=False, backend=backend)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -456,6 +457,8 @@ class Model(nn.Module):
             for t in range(n[0] if n else 0):
                 a = sum(x > t for x in n)  # active rows: a prefix
                 h[:a] = self.core_step(h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
+        if k and k[0]:
+            h = h.detach().requires_grad_()  # whether it does is part of a compiled graph's key: the same at every loop
         previous = h
         for t in range(k[0] if k else 0):
             a = sum(x >= k[0] - t for x in k)
@@ -491,6 +494,7 @@ class Model(nn.Module):
             order = np.argsort(-(n + k), kind="stable")
             at = torch.from_numpy(order).to(ids.device)
             ids, targets, keys, n, k = ids[at], targets[at], keys[at], n[order], k[order]
+        ids, targets = ids.contiguous(), targets.contiguous()
         h, decay, write, ve = self.before(ids, keys)
         previous = h
         if self.cfg.n_core:

@@ -70,7 +70,7 @@ def parse_args(argv=None):
         kind = dict(action=on_off) if f.type is bool else dict(type=f.type, choices=CHOICES.get(f.name))
         network.add_argument(flag(f.name), default=None, **kind)
     add("--out", default=None, help="run directory (default: runs/PRESET-GAIN-sSEED)")
-    add("--data", default=None, help="folder of packed rows, made by dataloader.py pack (default: the standard library's source)")
+    add("--data", default=None, help="folder of packed rows, from dataloader.py pack (default: Python's own library)")
     add("--seed", type=int, default=0, help="of initial weights, row order, depths and initial states")
     add("--tokens", type=float, default=None, help="training tokens (default: the preset's recipe)")
     add("--flops", type=float, default=None, help="training FLOPs; sets --tokens by the model's FLOPs per token")
@@ -350,7 +350,7 @@ def prepare_run(args, config: dict) -> bool:
             write_atomic(old, json.dumps(config, indent=1).encode())
         shutil.copyfile(config["tokenizer"]["path"], run / "tokenizer.json")
     except OSError as e:
-        fail(f"cannot write to {run}: {e.strerror}")
+        fail(f"{e.filename}: {e.strerror}; the run directory is {run}")
     return again
 
 
@@ -362,7 +362,8 @@ class Log:
         self.file = open(run / "log.jsonl", "a")
         self.began = self.last = time.perf_counter()
         self.recent, self.bar, self.wandb = deque(maxlen=50), None, None
-        self.peak = next((v for k, v in PEAK.items() if device.type == "cuda" and k in torch.cuda.get_device_name()), None)
+        name = torch.cuda.get_device_name() if device.type == "cuda" else ""
+        self.peak = next((v for k, v in PEAK.items() if k in name), None)
         if args.wandb:
             import wandb
 
@@ -392,12 +393,12 @@ class Log:
             self.bar.set_description_str(f"loss {entry['loss']:.4f}  {entry['tok_s']:,.0f} tok/s", refresh=False)
             self.bar.update(step - self.bar.n)
         elif step % self.every == 0 or step in (1, steps):
-            mfu = entry["tok_s"] * self.config["flops_per_token"] / (self.peak * self.config["ranks"]) if self.peak else 0
+            flops = entry["tok_s"] * self.config["flops_per_token"] / self.config["ranks"]
             print(f"step {step:6d}/{steps}  loss {entry['loss']:7.4f}  lr {entry['lr']:.3f}  "
-                  f"grad {entry['grad_norm']:7.3f}  decay {entry['decay_max'] or 0:.4f}  "
+                  f"grad {entry['grad_norm']:7.3f}  decay {entry.get('decay_max', 0):.4f}  "
                   f"depth {entry['depth_mean']:5.2f}  {entry['tok_s']:9,.0f} tok/s  {ms:7.1f} ms  "
                   f"{entry['mem_gb']:5.1f} GB  left {(steps - step) * average / 6e4:6.1f} min"
-                  + (f"  mfu {mfu:.3f}" if mfu else ""), flush=True)  # fmt: skip
+                  + (f"  mfu {flops / self.peak:.3f}" if self.peak else ""), flush=True)  # fmt: skip
 
 
 def peak_memory() -> float:
@@ -466,7 +467,7 @@ def main(argv=None):
     depths = [int(d) for d in args.eval_depths.split(",")]
     sizes = torch.from_numpy(token_bytes(load_tokenizer(folder / "tokenizer.json"))).to(device)
     say(f"{run.name}: {config['params']:,} parameters, {cfg.flops_per_token() / 1e6:,.0f} MFLOPs a token")
-    say(f"{steps} steps of {B} × {T} tokens = {steps * B * T:,}; {world} rank(s) × {local // micro} × {micro} sequences")
+    say(f"{steps} steps of {B} × {T} tokens = {steps * B * T:,}; {world} rank(s) × {local // micro} × {micro} rows")
     say(f"{device.type}, activations {args.dtype} ({why}), compile {'on' if compiled else 'off'}; directory {run}")
     if first:
         say(f"continuing after step {first}")
@@ -492,12 +493,12 @@ def main(argv=None):
         norm2, loss, residual, state_norm, stopping, decay_max, decay_mean = out.tolist()
         good = math.isfinite(norm2) and math.isfinite(loss)
         bad = 0 if good else bad + 1
-        entry |= {"loss": loss, "grad_norm": math.sqrt(norm2) if good else norm2, "residual": residual if looped else None,
-                  "state_norm": state_norm if looped else None, "decay_max": decay_max if has_decay else None,
-                  "decay_mean": decay_mean if has_decay else None}  # fmt: skip
+        entry |= {"loss": loss, "grad_norm": math.sqrt(norm2) if good else norm2}
+        entry |= {"residual": residual, "state_norm": state_norm} if looped else {}
+        entry |= {"decay_max": decay_max, "decay_mean": decay_mean} if has_decay else {}
         if not good:
             entry["skipped"] = True
-            say(f"step {entry['step']}: loss {loss}, gradient norm {norm2}; the step was skipped on all ranks", flush=True)
+            say(f"step {entry['step']}: loss {loss}, gradient {norm2}; the step was skipped on all ranks", flush=True)
         if log:
             log.step(entry)
         if bad == BAD_STEPS:
@@ -530,24 +531,24 @@ def main(argv=None):
         out = opt.step(lr, wd, sums)
         decay = discretise(model.A_log, model.dt_bias, cfg.gain)[0].detach() if has_decay else out.new_zeros(1)
         out = torch.cat([out, decay.max()[None], decay.mean()[None]])
-        if pending:  # recorded one step behind, so that the device always has work
+        if pending:  # a GPU is read one step behind, so that it always has work
             stopped = finish(*pending)
         step += 1
-        pending = ({"kind": "train", "step": step, "tokens": step * B * T, "lr": lr, "depth_mean": float((n + k).mean()),
-                    "rows": zlib.crc32(rows.tobytes())}, out)  # fmt: skip
+        pending = ({"kind": "train", "step": step, "tokens": step * B * T, "lr": lr,
+                    "depth_mean": float((n + k).mean()), "rows": zlib.crc32(rows.tobytes())}, out)  # fmt: skip
         if step == first + 20:  # collections would stall all ranks
             gc.collect()
             gc.freeze()
             gc.disable()
         stopped = stopped or step == args.stop_at
         save, look = step % args.save_every == 0 or step == steps, step % args.eval_every == 0 and step < steps
-        if save or look or stopped:
+        if save or look or stopped or device.type == "cpu":
             stopped, pending = finish(*pending) or stopped, None
             if save or stopped:
                 save_checkpoint(run, step, model, opt, rank)  # before evaluation, which might fail
             if look and not stopped:
                 evaluate(step, [cfg.mu_rec])
-            if log:
+            if log and (save or look):
                 log.last = time.perf_counter()
 
     # 5. the end

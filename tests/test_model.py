@@ -483,6 +483,31 @@ def test_checkpointed_loops_give_the_same_gradients():
     assert_same_gradients(gradients(model, model.loss(ids, targets, keys, n, k)[0]), want, 1e-6)
 
 
+def test_random_depth_recompiles_nothing_after_warm_up():
+    """Counted by dynamo. Warm-up: all rows, some rows and one row active, each with and without gradient."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    model = make()
+    ids, targets, keys = batch()
+    want = gradients(model, model.loss(ids, targets, keys, [9, 4, 3, 3, 0, 0], [3, 3, 3, 3, 3, 1])[0])
+    model.compile_pieces(backend="eager")
+
+    def run(n, k):
+        return gradients(model, model.loss(ids, targets, keys, np.array(n), np.array(k))[0])
+
+    for _ in range(2):
+        run([1] * 6, [3] * 6)
+        run([9, 4, 3, 3, 0, 0], [3, 3, 3, 3, 2, 1])
+        run([6, 0, 0, 0, 0, 0], [3, 1, 1, 1, 1, 1])
+    graphs = counters["stats"]["unique_graphs"]
+    got = run([9, 4, 3, 3, 0, 0], [3, 3, 3, 3, 3, 1])
+    for step in range(25):
+        run(*sample_depths(model.cfg, 0, step, 6))
+    assert counters["stats"]["unique_graphs"] == graphs and graphs <= 8
+    assert_same_gradients(got, want)
+
+
 def test_right_padding_and_batch_do_not_change_a_row():
     model = make()
     ids, _, keys = batch()

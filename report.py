@@ -1,0 +1,260 @@
+"""Compares runs: tables, warnings and figures from run directories, as report.md and PNG files.
+
+    python report.py runs/tiny-euler-s0 runs/tiny-zoh-s0      # report.md in the runs' common parent
+    python report.py runs/tiny-*-s* --out results/gains       # several seeds of each arm: paired t intervals as well
+
+Reads config.json, log.jsonl and, where they are, core_*_*.json and sample.txt. The others are compared with the first
+run. Runs that differ in nothing but the seed form an arm; arms are paired by seed. Losses: nats per token.
+"""
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+from dataloader import fail, run_cli
+
+FREE = {"out", "resume", "data", "device", "dtype", "device_batch_size", "compile", "loss_chunk", "wandb", "stop_at",
+        "checkpoint_loops", "save_every", "log_every", "eval_every", "eval_depths"}  # no effect on a run's numbers
+COLORS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7f7f7f", "#8c510a"]
+LINES, MARKERS = ["-", "--", "-.", ":"], "os^Dvx*P<"  # these tell the runs apart in black and white
+fmt = lambda value, spec=".4f": "–" if value is None or math.isnan(value) else format(value, spec)
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        fail(f"{path} is damaged ({e}); restore it, or delete it and make it again")
+
+
+def read_log(path):
+    """(train records, evaluations, damaged line numbers). A resumed run repeats steps: the last record counts."""
+    found, damaged = {"train": {}, "eval": {}}, []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n"), 1):
+        try:
+            record = json.loads(line)
+            for key in ("loss", "bpb") if record["kind"] == "eval" else ():
+                record[key] = {int(depth): value for depth, value in record[key].items()}
+            found.get(record["kind"], {})[int(record["step"])] = record
+        except (ValueError, TypeError, KeyError, AttributeError):
+            damaged.append(number)
+    return *([found[kind][step] for step in sorted(found[kind])] for kind in ("train", "eval")), damaged
+
+
+def read_run(path):
+    """Everything the report says of one run. Its `depth` is mu_rec, or the evaluated depth nearest to it."""
+    if not (path / "config.json").is_file() or not (path / "log.jsonl").is_file():
+        fail(f"{path} is no run (config.json or log.jsonl is missing); give directories that train.py made")
+    config, (train, evals, damaged) = read_json(path / "config.json"), read_log(path / "log.jsonl")
+    if not train and not evals:
+        fail(f"{path / 'log.jsonl'} has no record: the run made no step; continue it with train.py --resume")
+    folders = [Path("."), *path.resolve().parents]  # the run may have been started from another folder
+    files = [folder / config["data"]["path"] / "manifest.json" for folder in folders]
+    unigram, core = next((read_json(file).get("unigram_entropy") for file in files if file.is_file()), None), {}
+    for score in map(read_json, sorted(path.glob("core_*_*.json"))):
+        key = tuple(score.get(k) for k in ("panel", "protocol", "baselines", "max_per_task"))  # only equal ones compare
+        core[key] = {int(depth): scores for depth, scores in score.get("depths", {}).items() if "aggregate" in scores}
+    last = evals[-1] if evals else {"step": 0, "loss": {}, "bpb": {}}
+    depth = min(last["loss"], key=lambda d: abs(d - config["model"]["mu_rec"]), default=config["model"]["mu_rec"])
+    step, at = max(r["step"] for r in train[-1:] + evals[-1:]), last["step"]
+    notes = [] if last.get("final") and step == at else [f"unfinished at step {step}, last evaluated at step {at}"]
+    notes += [f"line {number} of log.jsonl is damaged and left out" for number in damaged]
+    notes += [f"the loss is not finite at step {r['step']}" for r in train if not math.isfinite(r["loss"])][:1]
+    return {"name": path.name, "path": path, "config": config, "train": train, "evals": evals, "last": last,
+            "core": core, "depth": depth, "loss": last["loss"].get(depth, math.nan), "unigram": unigram, "notes": notes}
+
+
+def paired_interval(differences):
+    """(mean, standard error, half width of the 95 % t interval) of n >= 2 paired differences."""
+    # Student's t of df degrees of freedom is sqrt(df) tan(angle) where the angle has the density cos(angle)^(df - 1)
+    df, edges = len(differences) - 1, np.linspace(0, math.pi / 2, 200_001)
+    mass = np.append(0, np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (df - 1)))
+    error = float(np.std(differences, ddof=1)) / math.sqrt(df + 1)
+    return float(np.mean(differences)), error, error * math.sqrt(df) * math.tan(np.interp(0.95, mass / mass[-1], edges))
+
+
+def compare_arms(runs):
+    """(flags that differ: {flag: value in each run}, what the losses say of each arm after the first, warnings)"""
+    flags = [{**run["config"]["args"], **run["config"]["model"]} for run in runs]
+    differ = {key: [f.get(key) for f in flags] for key in dict.fromkeys(key for f in flags for key in f)
+              if key not in FREE and any(f.get(key) != flags[0].get(key) for f in flags)}
+    presets, seeds = ([f.get(key) for f in flags] for key in ("preset", "seed"))
+    names = [key for key, values in differ.items() if key != "seed"  # and those that follow from the preset left out
+             and (key == "preset" or len({*zip(presets, map(str, values), strict=True)}) > len({*presets}))]
+    arms, said = {}, []
+    for i, run in enumerate(runs):
+        arms.setdefault(", ".join(f"{key} {differ[key][i]}" for key in names), {})[seeds[i]] = run
+    (base, first), *others = arms.items()
+    for label, arm in others:
+        d = [run["loss"] - first[seed]["loss"] for seed, run in arm.items() if seed in first]
+        if len(d) >= 2:
+            mean, error, half = paired_interval(d)
+            said.append(f"{label} is {'lower' if mean < 0 else 'higher'} than {base} by {abs(mean):.4f} ± {half:.4f} "
+                        f"nats/token, n = {len(d)} (95 % t interval {mean - half:+.4f} to {mean + half:+.4f}"
+                        f"{'' if abs(mean) > half else ', which includes 0'}; standard error {error:.4f}; "
+                        f"paired by seed: {', '.join(f'{x:+.4f}' for x in d)}).")
+    warned = [f"more than one flag differs: {', '.join(names)}"] * (len(names) > 1)
+    if any(arm.keys() != first.keys() for _, arm in others) or sum(map(len, arms.values())) < len(runs):
+        warned.append("the arms are not matched seed by seed")
+    facts = [{"data (hash)": c["data"]["sha256"], "code (git)": c["git"], "versions": c["versions"],
+              "tokenizer (hash; compare bits per byte, not nats per token)": c["tokenizer"]["sha256"],
+              "device": c["device"], "dtype": c["dtype"], "tokens trained": run["last"].get("tokens"),
+              "validation tokens": run["last"].get("eval_tokens")} for run in runs for c in [run["config"]]]
+    warned += [f"the runs differ in {k}" for k in facts[0] if any(f[k] != facts[0][k] for f in facts)]
+    return differ, said, warned
+
+
+def table(header, rows):
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines] + [""]
+
+
+def loss_table(runs, depths):
+    """One row for each depth and run; depth None is each run's own mu_rec. Differences are to the first run."""
+    rows = []
+    for run, depth in [(run, depth) for depth in depths for run in runs if depth in {None, *run["last"]["loss"]}]:
+        d, base = (run["depth"], runs[0]["depth"]) if depth is None else (depth, depth)
+        loss = run["last"]["loss"].get(d, math.nan)
+        evals = [e for e in run["evals"] if math.isfinite(e["loss"].get(d, math.nan))]
+        best = min(evals, key=lambda e: e["loss"][d], default={"step": "–", "loss": {d: None}})
+        rows.append([run["name"], d, fmt(loss), fmt(best["loss"][d]), best["step"], fmt(np.exp(loss), ".2f"),
+                     fmt(run["last"]["bpb"].get(d)), fmt(loss - runs[0]["last"]["loss"].get(base, math.nan), "+.4f")])
+    return table(["run", "depth", "final loss, nats/token", "best", "at step", "perplexity", "bits per byte",
+                  f"loss less {runs[0]['name']}'s"], rows)
+
+
+def cost_table(runs):
+    rows = []
+    for run, config, train in [(run, run["config"], run["train"]) for run in runs]:
+        tokens = max(r["tokens"] for r in train[-1:] + run["evals"][-1:])
+        ms, speed, memory = (np.array([r.get(k) for r in train] or [None], float) for k in ("ms", "tok_s", "mem_gb"))
+        rows.append([run["name"], fmt(config["params"], ",d"), fmt(tokens, ",d"), fmt(np.median(speed), ",.0f"),
+                     fmt(tokens * config["flops_per_token"], ".3g"), fmt(ms.sum() / 6e4, ".1f"),
+                     fmt(memory.max(), ".2f"), config["dtype"], config.get("ranks"), config.get("machine"),
+                     ", ".join(f"{k} {v}" for k, v in config["versions"].items())])
+    return table(["run", "parameters", "tokens trained", "tokens/s (median)", "training FLOPs", "time in steps, min",
+                  "peak memory, GB", "dtype", "ranks", "machine", "versions"], rows)
+
+
+def figure(path, caption, runs, panels, polar=False):
+    """One PNG of panels (x label, y label, [(x, y) of each run], settings); long curves are smoothed over 2 %."""
+    from matplotlib.figure import Figure
+    panels = [panel for panel in panels if any(np.isfinite(y).any() for _, y in panel[2])]
+    rows, cols = -(-len(panels) // 2), min(2, len(panels))
+    fig = Figure((5.6 * cols, (4.6 if polar else 3.3) * rows + 0.5), dpi=130, layout="constrained")
+    for n, (xlabel, ylabel, curves, settings) in enumerate(panels, 1):
+        axis = fig.add_subplot(rows, cols, n, polar=polar)
+        if (level := settings.pop("level", None)) is not None:
+            axis.axhline(level, color="#555555", linestyle=(0, (1, 2)), label="chance" if polar else "unigram entropy")
+        for i, (run, (x, y)) in enumerate(zip(runs, curves, strict=True)):
+            color, width, every = COLORS[i % 7], len(x) // 50, max(1, len(x) // 10)
+            if width > 1:
+                axis.plot(x, y, color=color, alpha=0.25, linewidth=0.6)
+                y = np.convolve(y, np.ones(width), "same") / np.convolve(np.ones(len(y)), np.ones(width), "same")
+            axis.plot(x, y, color=color, linestyle=LINES[i % 4], marker=MARKERS[i % 9], markersize=5, linewidth=1.4,
+                      markevery=(i * every // 3 % every, every), label=run["name"])
+        axis.set(xlabel=xlabel, ylabel=ylabel, **settings)
+        axis.grid(alpha=0.3)
+        axis.tick_params(axis="x", pad=24 if polar else 3)
+    if panels:
+        fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        fig.savefig(path)
+    return [f"![{caption}]({path.name})", "", caption, ""] if panels else []
+
+
+def depth_panel(values, ylabel, **settings):
+    """values: {depth: y} of each run. Depths by their logarithm; the flat baseline's 0 stands left of 1."""
+    at = {d: math.log2(d or 0.5) for d in sorted({d for value in values for d in value})}
+    curves = [([at[d] for d in sorted(value)], np.array([value[d] for d in sorted(value)], float)) for value in values]
+    return "depth, loops", ylabel, curves, {"xticks": [*at.values()], "xticklabels": [*at], **settings}
+
+
+def training_figures(runs, out):
+    def over_time(kind, key, ylabel, **settings):
+        curves = [[np.array([r.get(k) for r in run[kind]], float) for k in ("tokens", key)] for run in runs]
+        return "tokens trained, millions", ylabel, [(tokens / 1e6, y) for tokens, y in curves], settings
+    level, less = runs[0]["unigram"], f"loss less {runs[0]['name']}'s,\nnats/token"
+    final, first = [run["last"]["loss"] for run in runs], {e["tokens"]: e["loss"] for e in runs[0]["evals"]}
+    for depth, e in [(run["depth"], e) for run in runs for e in run["evals"]]:
+        e["at_mu_rec"] = e["loss"].get(depth, math.nan)
+        e["difference"] = e["at_mu_rec"] - first.get(e["tokens"], {}).get(runs[0]["depth"], math.nan)
+    yield from figure(out / "training.png", "Training loss, and validation loss at mu_rec.", runs, [
+        over_time("train", "loss", "training loss, nats/token", level=level),
+        over_time("evals", "at_mu_rec", "validation loss, nats/token", level=level),
+        over_time("train", "grad_norm", "gradient norm", yscale="log"),
+        *[over_time("evals", "difference", f"validation {less}")][:len(runs) - 1]])
+    yield from figure(out / "depth.png", "Last validation loss against depth.", runs, [
+        depth_panel(final, "validation loss, nats/token", level=level),
+        *[depth_panel([{d: f[d] - final[0].get(d, math.nan) for d in f} for f in final], less)][:len(runs) - 1]])
+    yield from figure(out / "dynamics.png", "The loop in training: decay, norm and last move of its state.", runs, [
+        over_time("train", "decay_max", "largest decay a loop"), over_time("train", "decay_mean", "mean decay a loop"),
+        over_time("train", "state_norm", "state norm ‖h_T‖,\nmean over tokens"),
+        over_time("train", "residual", "residual ‖h_T − h_(T−1)‖,\nmean over tokens")])
+
+
+def core_section(runs, out):
+    """For each panel and protocol: the scores, the tasks and the radar at mu_rec, accuracy against depth."""
+    for key in dict.fromkeys(key for run in runs for key in run["core"] if run["core"][key]):
+        have, tag, size = [r for r in runs if r["core"].get(key)], "_".join(str(k) for k in key if k), key[3] or "all"
+        near = [min(run["core"][key].items(), key=lambda item: abs(item[0] - run["depth"]))[1] for run in have]
+        yield from [f"## {key[0]}: protocol {key[1]}, baselines {key[2]}, examples a task: {size}", ""]
+        yield from table(["run", "depth", "score", "mean", "std over seeds", "tasks", "near ties"], [
+            [r["name"], d, a["name"] or "–", fmt(a["mean"]), fmt(a["std"]), f"{a['tasks_done']} of {a['tasks_total']}",
+             sum(task["near_ties"] for task in s["tasks"].values())] for r in have
+            for d, s in sorted(r["core"][key].items()) for a in (s["aggregate"], s.get("core")) if a])
+        yield from table(["task: accuracy / centred", *(run["name"] for run in have)], [
+            [task, *(f"{fmt(t['accuracy']['mean'])} / {fmt(t['centered']['mean'])}" if t else "–"
+                     for t in (s["tasks"].get(task) for s in near))]
+            for task in dict.fromkeys(task for s in near for task in s["tasks"])])
+        kinds = [k for k in ("categories_fine", "categories_ext")[:1 + ("ext" in key[0])] if all(k in s for s in near)]
+        values, radars = [0.0, *(v for s in near for kind in kinds for v in s[kind].values() if v is not None)], []
+        ticks = np.arange(math.floor(10 * min(values) - 0.5), math.ceil(10 * max(values) + 0.1) + 1) / 10
+        for kind in kinds:
+            names = list(dict.fromkeys(name for s in near for name in s[kind]))
+            angles, labels = np.linspace(0, 2 * math.pi, len(names) + 1), [name.replace(" ", "\n", 1) for name in names]
+            curves = [(angles, np.array([s[kind].get(name) for name in [*names, *names[:1]]], float)) for s in near]
+            radars.append(("", "", curves, {"xticks": angles[:-1], "xticklabels": labels, "yticks": ticks,
+                                            "ylim": (ticks[0], ticks[-1]), "level": 0}))
+        yield from figure(out / f"radar_{tag}.png", "Mean centred accuracy by category at mu_rec.", have, radars, True)
+        panel = depth_panel([{d: s["aggregate"]["mean"] for d, s in run["core"][key].items()} for run in have],
+                            {"lambada": "perplexity", "val": "nats/token"}.get(key[0], "mean centred accuracy"))
+        yield from figure(out / f"score_{tag}.png", "Score by depth.", have, [panel] * (len(panel[3]["xticks"]) > 1))
+
+
+def write_report(runs, out):
+    (differ, said, warned), names = compare_arms(runs), [run["name"] for run in runs]
+    said.append(f"Unigram entropy (the loss of knowing token frequencies only): {fmt(runs[0]['unigram'])} nats/token.")
+    said += [f"Warning: {line}." for line in warned] + [f"{r['name']}: {note}." for r in runs for note in r["notes"]]
+    lines = [f"# {', '.join(names)}", "", *loss_table(runs, [None]), *"\n\n".join(said).split("\n"), ""]
+    lines += [*training_figures(runs, out), "## By depth", ""]
+    lines += loss_table(runs, sorted({d for run in runs for d in run["last"]["loss"]}))
+    lines += ["## What differs", "", *table(["flag", *names], [[key, *values] for key, values in differ.items()])]
+    lines += ["## Cost", "", *cost_table(runs), *core_section(runs, out)]
+    for run in [run for run in runs if (run["path"] / "sample.txt").is_file()]:
+        text = (run["path"] / "sample.txt").read_text(encoding="utf-8", errors="replace")[:4000].split("\n")
+        lines += [f"## Sample of {run['name']}", "", *("    " + "".join(filter(str.isprintable, t)) for t in text), ""]
+    (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, the reference first")
+    parser.add_argument("--out", type=Path, help="for report.md and figures (default: the runs' common parent)")
+    args = parser.parse_args()
+    common = Path(os.path.commonpath([path.resolve().parent for path in args.runs]))
+    runs = [{**read_run(path), "name": str(path.resolve().relative_to(common))} for path in args.runs]
+    out = args.out or (args.runs[0] if len(runs) == 1 or common == Path(common.anchor) else common)
+    out.mkdir(parents=True, exist_ok=True)
+    write_report(runs, out)
+    for run in runs:
+        print(f"{run['name']}: validation loss {fmt(run['loss'])} nats/token at depth {run['depth']}, difference "
+              f"{fmt(run['loss'] - runs[0]['loss'], '+.4f')}" + "".join(f" ({note})" for note in run["notes"]))
+    print(f"report: {out / 'report.md'}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

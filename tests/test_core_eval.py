@@ -1,0 +1,743 @@
+"""core_eval.py against a slow, obvious second implementation, and against hand-made examples of every known trap.
+
+EVAL_BUNDLE=/path/to/eval_bundle.zip pytest tests/test_core_eval.py     # real task files as well
+"""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+import torch.nn.functional as F
+
+import core_eval as ce
+from depth import SEED_EVAL, sequence_key
+from model import Model, ModelConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# ---- the slow implementation: one example at a time, lists, nothing shared. Also what bench_core.py compares with.
+
+
+def slow_shots(protocol, seed, n, k):
+    """Indices of the shots of every example."""
+    out = []
+    if protocol == "dclm":
+        rng = random.Random(seed)
+        k = min(k, n - 1)
+        for i in range(n):
+            if k == 0:
+                out.append([])
+                continue
+            s = set(rng.sample(list(range(n)), k))
+            if i in s:
+                s.remove(i)
+                while True:
+                    j = rng.choice(list(range(n)))
+                    if j != i and j not in s:
+                        break
+                s.add(j)
+            out.append([j for j in s])
+        return out
+    for i in range(n):
+        others = [j for j in range(n) if j != i]
+        out.append(random.Random(seed + i).sample(others, k) if k else [])
+    return out
+
+
+def slow_examples(task, rows, protocol, limit=None):
+    """[(pool, index in pool)] in the order of scoring."""
+    if protocol != "dclm":
+        rows = list(rows)
+        random.Random(1337).shuffle(rows)
+        if limit:
+            rows = rows[:limit]
+        return [(rows, i) for i in range(len(rows))]
+    clean = []
+    for row in rows:
+        clean.append({})
+        for k, v in row.items():
+            clean[-1][k] = v.strip() if isinstance(v, str) else v
+    if task.label not in ("jeopardy", "mmlu_zeroshot", "mmlu_fewshot", "bbq"):
+        return [(clean, i) for i in range(min(limit or len(clean), len(clean)))]
+    out, names = [], sorted(set(r["category"] for r in clean))
+    for name in names:
+        pool = [r for r in clean if r["category"] == name]
+        out += [(pool, i) for i in range(min(len(pool), -(-limit // len(names)) if limit else len(pool)))]
+    return out
+
+
+def slow_rows(task, protocol, row, shots, enc, context):
+    """[(tokens, start, end)] of each option: tokens[start:end] are scored; start may be negative after cropping."""
+    bos, E, d = enc.encode_single_token("<|bos|>"), enc.encode_ordinary, task.delim
+    text = ""
+    for s in shots:
+        if protocol == "dclm" and text:
+            text += "\n"
+        if task.kind == "mc":
+            text += s["query"] + d + s["choices"][s["gold"]]
+        elif task.kind == "schema":
+            text += s["context_options"][s["gold"]] + d + s["continuation"]
+        else:
+            text += s["context"].strip() + d + s["continuation"]
+        if protocol != "dclm":
+            text += "\n\n"
+    if protocol == "dclm":
+        blank = " " if len(E(" a")) == 1 else ""
+        pairs = []
+        lead = "\n" if text else ""
+        if task.kind == "mc":
+            pairs = [((lead + row["query"] + d).rstrip(), c) for c in row["choices"]]
+        elif task.kind == "schema":
+            pairs = [(lead + c + d.rstrip() if text else c, row["continuation"]) for c in row["context_options"]]
+        else:
+            pairs = [((lead + row["context"] + d).rstrip(), row["continuation"])]
+        out = []
+        for c, a in pairs:
+            a = E(a if a.startswith(" ") else blank + a)
+            c = [bos] + E(text) + E(c)
+            while len(c) + len(a) > context:
+                c = c[1:]
+            out.append((c + a, len(c), len(c) + len(a)))
+        return out
+    if task.kind == "mc":
+        ids = [[bos] + E(text + row["query"] + d + c) for c in row["choices"]]
+        start = 0
+        while all(start < len(x) and x[start] == ids[0][start] for x in ids):
+            start += 1
+        out = [(x, start, len(x)) for x in ids]
+    elif task.kind == "schema":
+        ids = [[bos] + E(text + c + d + row["continuation"]) for c in row["context_options"]]
+        m = 0
+        while all(m < len(x) and x[-1 - m] == ids[0][-1 - m] for x in ids):
+            m += 1
+        out = [(x, len(x) - m, len(x)) for x in ids]
+    else:
+        without = [bos] + E((text + row["context"].strip() + d).strip())
+        whole = [bos] + E(text + row["context"].strip() + d + row["continuation"])
+        assert whole[: len(without)] == without
+        out = [(whole, len(without), len(whole))]
+    crop = [max(0, len(x) - context) for x, _, _ in out]
+    return [(x[c:], s - c, e - c) for (x, s, e), c in zip(out, crop)]
+
+
+@torch.no_grad()
+def slow_answer(model, task, protocol, rows, depth, key):
+    """One forward pass for the example: padded rows, all logits, all losses."""
+    width = max(len(x) for x, _, _ in rows)
+    ids = torch.full((len(rows), width), model.cfg.vocab_size - 3)
+    for i, (x, _, _) in enumerate(rows):
+        ids[i, : len(x)] = torch.tensor(x)
+    logits = model.head(model.hidden(ids, depth, torch.tensor([key] * len(rows)))).float()
+    target = torch.roll(ids, -1, 1)
+    loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(len(rows), width)
+    loss[:, -1] = math.nan
+    greedy = logits.argmax(-1)
+    if task.kind == "lm":
+        _, s, e = rows[0]
+        return int((greedy[0, s - 1 : e - 1] == ids[0, s:e]).all())
+    means = [loss[i, s - 1 : e - 1].mean() for i, (_, s, e) in enumerate(rows)]
+    means = [(m.exp() if protocol == "dclm" else m).item() for m in means]
+    return means.index(min(means))
+
+
+def slow_task(model, enc, task, rows, protocol, seed, depth, limit=None):
+    """-> answers and golds of a task, one example after the other."""
+    answers, gold, shots = [], [], {}
+    for number, (pool, i) in enumerate(slow_examples(task, rows, protocol, limit)):
+        if id(pool) not in shots:
+            shots[id(pool)] = slow_shots(protocol, seed, len(pool), task.shots)
+        made = slow_rows(task, protocol, pool[i], [pool[j] for j in shots[id(pool)][i]], enc, model.cfg.seq_len)
+        key = sequence_key(seed, SEED_EVAL, task.index, number)
+        answers.append(slow_answer(model, task, protocol, made, depth, key))
+        gold.append(pool[i].get("gold", 1))
+    return answers, gold
+
+
+# ---- data and models made for the tests
+
+WORDS = "the cat sat on a mat and saw bad dog run far away from old red barn then ate some good bread Yes No".split()
+
+
+@pytest.fixture(scope="session")
+def enc():
+    from tokenizer_train import PATTERN, SPECIALS, train_bpe
+
+    rng = random.Random(0)
+    ranks, _ = train_bpe((" ".join(rng.choices(WORDS, k=30)) for _ in range(200)), 340)
+    specials = {name: len(ranks) + i for i, name in enumerate(SPECIALS)}
+    numbered = {token: i for i, token in enumerate(ranks)}
+    return tiktoken.Encoding("t", pat_str=PATTERN, mergeable_ranks=numbered, special_tokens=specials)
+
+
+def make_rows(kind, n, seed=0, category=False):
+    """Random rows with the blanks, line ends, U+0085 and repeated choices that the real files have."""
+    rng = random.Random(seed)
+
+    def text(lo, hi):
+        return " ".join(rng.choices(WORDS, k=rng.randint(lo, hi)))
+
+    rows = []
+    for i in range(n):
+        tail = rng.choice(["", "", " ", "\n", "\x85", "\nAnswer: "])
+        if kind == "mc":
+            lead = rng.choice(["", "", " "])
+            choices = rng.choice([["A", "B", "C", "D"], ["Yes", "No"], [lead + text(1, 4) for _ in range(4)]])
+            choices = choices if rng.random() < 0.8 else [*choices[:-1], choices[0]]
+            row = {"query": text(2, 12) + tail, "choices": choices, "gold": rng.randrange(len(choices))}
+        elif kind == "schema":
+            end = text(1, 3)
+            same = rng.choice(["", " " + text(1, 2)])
+            options = [text(2, 5) + same, text(2, 5) + same]
+            row = {"context_options": options, "continuation": end, "gold": rng.randrange(2)}
+        else:
+            row = {"context": text(2, 12) + tail, "continuation": rng.choice(["", "", " "]) + text(1, 2)}
+        rows.append(row | ({"category": f"c{i * i % 3}"} if category else {}))
+    return rows
+
+
+def task_of(kind, shots=2, delim=" ", label="made"):
+    return ce.Task(7, label, f"{label}.jsonl", kind, shots, delim, {"v1": 0.25, "v2": 0.5}, "", "reading")
+
+
+def panel_of(task, rows, protocol="parcae", limit=None):
+    rows = {task.label: rows}
+    return SimpleNamespace(name="core", protocol=protocol, limit=limit, tasks=[task], rows=rows, missing={})
+
+
+def answers_of(model, enc, task, rows, protocol="parcae", seed=1234, depths=(2,), budget=None, limit=None, ranks=1):
+    """The fast path, summed over ranks -> ({depth: (4, n) table}, odd counts)."""
+    total, odds = None, {}
+    for rank in range(ranks):
+        work = ce.prepare(task, panel_of(task, rows, protocol, limit), seed, enc, model.cfg.seq_len, rank, ranks)
+        tables, odd = ce.run_task(model, work, protocol, list(depths), seed, budget=budget)
+        total = tables if total is None else {d: total[d] + tables[d] for d in depths}
+        odds = {name: odds.get(name, 0) + count for name, count in odd.items()}
+    return total, odds
+
+
+class Scripted:
+    """A model that is a table: logits of the next token are a function of the token before, and of the depth."""
+
+    def __init__(self, table, seq_len=512):
+        self.table = torch.as_tensor(table, dtype=torch.float32)  # (V, V)
+        self.cfg = SimpleNamespace(seq_len=seq_len, vocab_size=len(self.table), n_core=1, state_init="zero")
+
+    def states(self, ids, depths, keys):
+        for depth in sorted(set(depths)):
+            yield depth, self.table[ids] * depth
+
+    def after(self, h, ids):
+        return h
+
+    def head(self, x):
+        return x
+
+    def hidden(self, ids, depth, keys):
+        return self.table[ids] * depth
+
+
+def prefer(enc, *pairs, strength=5.0):
+    """A table under which each pair (before, next) of texts of one token is likely, everything else even."""
+    table = torch.zeros(enc.n_vocab, enc.n_vocab)
+    for before, after in pairs:
+        (a,), (b,) = enc.encode_ordinary(before), enc.encode_ordinary(after)
+        table[a, b] = strength
+    return table
+
+
+@pytest.fixture(scope="session")
+def net(enc):
+    """A looped model far from its initialisation, so that answers depend on states, depth and seed."""
+    model = Model(ModelConfig(vocab_size=enc.n_vocab, seq_len=48, d_model=32, n_head=2, d_mlp=64, mu_rec=2))
+    model.init_weights(0)
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=g)
+    return model.eval()
+
+
+# ---- laws
+
+LOG = """.304023 .009920 .320407 .510522 .258532 .600000 .285012 .620239 .296000 .252086 .304621 .553114 .516180 .143000
+.269565 .368939 .109524 .000000 .035478 .078542 .542813 .252300"""  # CORE accuracies of a public log, in table order
+
+
+@pytest.mark.parametrize("baselines, core", [("v1", 0.119520), ("v2", 0.0950)])
+def test_core_of_a_public_log(baselines, core):
+    entries = {}
+    for task, acc in zip(ce.TASKS[:22], map(float, LOG.split())):
+        work = SimpleNamespace(task=task, group=[0] * 1_000_000, gold=[0] * 1_000_000)
+        table = np.zeros((4, 1_000_000))
+        table[1, : round(acc * 1e6)] = 1
+        entries[task.label] = ce.entry(work, 8, {1: ({8: table}, dict.fromkeys(ce.ODD, 0))}, baselines, "parcae")
+    record = ce.summarise(SimpleNamespace(name="core", limit=None, tasks=ce.PANELS["core"]), entries)
+    assert record["aggregate"]["name"] == "CORE" and record["aggregate"]["tasks_done"] == 22
+    assert record["aggregate"]["mean"] == pytest.approx(core, abs=5e-6 if baselines == "v1" else 5e-5)
+    del entries["copa"]
+    record = ce.summarise(SimpleNamespace(name="core", limit=None, tasks=ce.PANELS["core"]), entries)
+    assert record["aggregate"]["name"] == "mean of 21 of the 22 CORE tasks"
+    assert "commonsense reasoning (2 of 3)" in record["categories_fine"] and "cloze LM" in record["categories_fine"]
+
+
+def test_table_is_the_published_panels():
+    assert [len(p) for p in ce.PANELS.values()] == [22, 46, 1] and len({t.label for t in ce.TASKS}) == 46
+    fine = [sum(t.fine == name for t in ce.TASKS) for name in ce.FINE.values() if name]
+    assert fine == [2, 2, 3, 3, 1, 2, 5, 3, 1] and all(t.fine for t in ce.TASKS[:22])
+    assert [sum(t.family == name for t in ce.TASKS) for name, _ in ce.FAMILY.values()] == [8, 7, 8, 11, 8, 4]
+    assert sum(t.baseline["v1"] != t.baseline["v2"] for t in ce.TASKS) == 12
+    assert [t.label for t in ce.TASKS if t.kind == "schema"] == ["winograd", "winogrande"]
+    assert [t.label for t in ce.TASKS if t.delim == "Answer: "] == ["mmlu_zeroshot"]
+
+
+@pytest.mark.parametrize("protocol", ["parcae", "nanochat", "dclm"])
+@pytest.mark.parametrize("n, shots", [(2, 1), (3, 0), (12, 10), (40, 5), (300, 10)])
+def test_shots_are_those_of_the_slow_sampler(protocol, n, shots):
+    for seed in (1234, 2345):
+        assert list(ce.shot_indices(protocol, seed, n, shots)) == slow_shots(protocol, seed, n, shots)
+
+
+def test_dclm_takes_fewer_shots_where_the_pool_is_small():
+    assert list(ce.shot_indices("dclm", 1234, 5, 10)) == slow_shots("dclm", 1234, 5, 10)
+    assert all(len(chosen) == 4 and i not in chosen for i, chosen in enumerate(ce.shot_indices("dclm", 1234, 5, 10)))
+
+
+@pytest.mark.parametrize("kind", ["mc", "schema", "lm"])
+@pytest.mark.parametrize("protocol", ["parcae", "nanochat", "dclm"])
+@pytest.mark.parametrize("label, limit", [("made", None), ("made", 9), ("jeopardy", None), ("jeopardy", 9)])
+def test_rows_and_spans_are_those_of_the_slow_renderer(enc, kind, protocol, label, limit):
+    """Tokens, scored positions and order, whole and cropped."""
+    rows = make_rows(kind, 30, category=True)
+    bos = enc.encode_single_token("<|bos|>")
+    for delim in (" ", "\nAnswer: "):
+        task = task_of(kind, 3, delim, label)
+        examples, shots, position = slow_examples(task, rows, protocol, limit), {}, 0
+        for pool, count in ce.pools(task, rows, protocol, limit):
+            for i, chosen in zip(range(count), ce.shot_indices(protocol, 5, len(pool), 3)):
+                slow_pool, slow_i = examples[position]
+                shots.setdefault(id(slow_pool), slow_shots(protocol, 5, len(slow_pool), 3))
+                slow = [slow_pool[j] for j in shots[id(slow_pool)][slow_i]]
+                for context in (1000, 40, 12):
+                    texts = ce.prompts(task, protocol, pool[i], [pool[j] for j in chosen])
+                    fast, odd = ce.spans(task, protocol, [enc.encode_ordinary(t) for t in texts], bos, context)
+                    want = slow_rows(task, protocol, slow_pool[slow_i], slow, enc, context)
+                    assert [x.tolist() for x, _ in fast] == [x for x, _, _ in want] and odd <= {"empty", "cut"}
+                    if "cut" not in odd:
+                        assert [list(p) for _, p in fast] == [list(range(s - 1, e - 1)) for _, s, e in want]
+                position += 1
+        assert position == len(examples)
+
+
+@pytest.mark.parametrize("kind", ["mc", "schema", "lm"])
+@pytest.mark.parametrize("protocol", ["parcae", "nanochat", "dclm"])
+def test_answers_are_those_of_one_example_at_a_time(enc, net, kind, protocol):
+    """Shared rows, batches and the head at scored positions only change no answer, at any depth, cropped or not."""
+    task, rows = task_of(kind), make_rows(kind, 40, seed=3)
+    tables, _ = answers_of(net, enc, task, rows, protocol, depths=(1, 2, 5))
+    for depth in (1, 2, 5):
+        want, gold = slow_task(net, enc, task, rows, protocol, 1234, depth)
+        safe = tables[depth][2] == 0  # a near tie may go either way
+        assert safe.sum() > 30 and (tables[depth][0] == want)[safe].all()
+        assert ((tables[depth][1] == 1) == (np.array(want) == gold))[safe].all()
+    if kind == "mc":
+        assert len(set(tables[5][0])) > 1
+
+
+def test_scores_do_not_depend_on_batches_order_or_ranks(enc, net):
+    task, rows = task_of("mc"), make_rows("mc", 30, seed=4)
+    whole, odd = answers_of(net, enc, task, rows)
+    for budget, ranks in ((1, 1), (200, 1), (10**9, 1), (None, 3), (100, 7)):
+        again, odd_again = answers_of(net, enc, task, rows, budget=budget, ranks=ranks)
+        assert (whole[2][:2] == again[2][:2])[:, whole[2][2] == 0].all() and odd == odd_again
+    other, _ = answers_of(net, enc, task, rows, seed=1235)
+    assert (whole[2][0] != other[2][0]).any()  # shots and initial states do follow the seed
+
+
+def test_choices_that_differ_in_their_last_token_take_one_row(enc):
+    task, rows = task_of("mc", shots=0), [{"query": "the cat", "choices": [" a", "b", "c", "d"], "gold": 0}] * 3
+    work = ce.prepare(task, panel_of(task, [dict(r, choices=["Yes", "No"]) for r in rows]), 1, enc, 64)
+    assert len({len(enc.encode_ordinary(" " + c)) for c in ("Yes", "No")}) == 1 and len(work.rows) == 3
+    work = ce.prepare(task, panel_of(task, [dict(r, choices=["a", "a mat", "a mat and"]) for r in rows]), 1, enc, 64)
+    assert len(work.rows) == 3 and all(len(asks) == 2 for asks in work.asks)  # the first is empty
+
+
+def test_scripted_model_is_right_where_it_should_be(enc):
+    """Each kind of task with a model that knows one fact, and with one that believes the opposite."""
+    mc = [{"query": "the", "choices": c, "gold": c.index("cat")} for c in (["cat", "dog"], ["dog", "cat"])]
+    schema = [{"context_options": ["saw the cat", "saw the dog"], "continuation": "run", "gold": 1}]
+    lm = [{"context": "the old", "continuation": "red barn"}, {"context": "the old", "continuation": "red dog"}]
+    true = Scripted(prefer(enc, ("the", " cat"), (" dog", " run"), (" old", " red"), (" red", " barn")))
+    false = Scripted(prefer(enc, ("the", " dog"), (" cat", " run"), (" old", " red"), (" red", " cat")))
+    for protocol in ("parcae", "nanochat", "dclm"):
+        cases = (("mc", mc, [1, 1], [0, 0]), ("schema", schema, [1], [0]), ("lm", lm, [], [0, 0]))
+        for kind, rows, right, wrong in cases:
+            task = task_of(kind, shots=0)
+            right = right or [row["continuation"] == "red barn" for row in ce.pools(task, rows, protocol, None)[0][0]]
+            assert answers_of(true, enc, task, rows, protocol)[0][2][1].tolist() == right
+            assert answers_of(false, enc, task, rows, protocol)[0][2][1].tolist() == wrong
+
+
+# ---- traps
+
+
+def even(enc, seq_len=512):
+    return Scripted(torch.zeros(enc.n_vocab, enc.n_vocab), seq_len)
+
+
+def test_an_empty_span_in_first_place_wins_and_elsewhere_loses(enc):
+    """A choice whose tokens begin another's: the public evaluators average nothing, get NaN, and take min and index."""
+    assert enc.encode_ordinary(" a mat")[: len(enc.encode_ordinary(" a"))] == enc.encode_ordinary(" a")
+    for choices, chosen in ((["a", "a mat"], 0), (["a mat", "a"], 0), (["a mat", "a", "a dog"], 0)):
+        for gold in range(len(choices)):
+            rows = [{"query": "saw", "choices": choices, "gold": gold}]
+            for model in (even(enc), Scripted(prefer(enc, (" a", " dog")))):
+                tables, odd = answers_of(model, enc, task_of("mc", 0), rows)
+                assert odd["empty"] == 1 and (len(choices) > 2 or tables[2][0].tolist() == [chosen])
+                assert tables[2][0].tolist() == slow_task(model, enc, task_of("mc", 0), rows, "parcae", 1, 2)[0]
+    _, odd = answers_of(even(enc), enc, task_of("mc", 0), rows, "dclm")
+    assert odd["empty"] == 0  # the whole answer is scored there
+
+
+def test_equal_scores_go_to_the_first_and_are_counted(enc):
+    rows = [{"query": "the", "choices": choices, "gold": 1} for choices in (["dog", "cat", "cat"], ["cat", "cat"])]
+    tables, _ = answers_of(Scripted(prefer(enc, ("the", " cat"))), enc, task_of("mc", 0), rows, "dclm")
+    assert tables[2][0].tolist() == [1, 0] and tables[2][2].tolist() == [1, 1]
+
+
+def test_dclm_compares_float32_exponentials(enc):
+    """Losses past 88 all become infinity, so the first choice wins; the other protocols still see the difference."""
+    table = torch.zeros(enc.n_vocab, enc.n_vocab)
+    (the,), (cat,), (dog,) = (enc.encode_ordinary(t) for t in ("the", " cat", " dog"))
+    table[the, 0], table[the, dog], table[the, cat] = 100, -50, -40
+    rows = [{"query": "the", "choices": ["dog", "cat"], "gold": 1}]
+    for protocol, answer in (("parcae", 1), ("dclm", 0)):
+        assert answers_of(Scripted(table), enc, task_of("mc", 0), rows, protocol)[0][2][0].tolist() == [answer]
+
+
+def test_blanks_are_kept_by_nanochat_and_stripped_by_dclm():
+    row = {"query": "q \n", "choices": [" x", "y"], "gold": 0}
+    shot = {"query": "s\n", "choices": ["n", " m"], "gold": 1}
+    task = task_of("mc", 1, "\nAnswer: ")
+    assert ce.prompts(task, "nanochat", row, [shot])[0] == "s\n\nAnswer:  m\n\nq \n\nAnswer:  x"
+    strip = lambda r: ce.pools(task, [r], "dclm", None)[0][0][0]
+    assert ce.prompts(task, "dclm", strip(row), [strip(shot)]) == ["s\nAnswer:  m", "\nq\nAnswer:", " x", " y"]
+    assert ce.prompts(task, "dclm", strip(row), [], blank="")[1:] == ["q\nAnswer:", " x", "y"]
+    lm = {"context": "25 - 9 = ", "continuation": " 16"}
+    assert ce.prompts(task_of("lm", 0), "parcae", lm, []) == ["25 - 9 =", "25 - 9 =  16"]
+    assert ce.prompts(task_of("lm", 0), "lambada", lm, []) == ["25 - 9 = ", "25 - 9 =  16", "25 - 9 ="]
+    schema = {"context_options": ["a ", "b"], "continuation": "c", "gold": 0}
+    assert ce.prompts(task_of("schema", 0), "dclm", schema, []) == ["", "a ", "b", " c"]
+    assert ce.prompts(task_of("schema", 1), "dclm", schema, [schema]) == ["a  c", "\na ", "\nb", " c"]
+
+
+def test_schema_scores_the_common_suffix_or_the_continuation(enc):
+    row = {"context_options": ["the cat saw", "the dog saw"], "continuation": "bread", "gold": 0}
+    for protocol, scored in (("parcae", " saw bread"), ("dclm", " bread")):
+        texts = ce.prompts(task_of("schema", 0), protocol, row, [])
+        found, _ = ce.spans(task_of("schema", 0), protocol, [enc.encode_ordinary(t) for t in texts], 0, 99)
+        for tokens, at in found:
+            assert enc.decode(tokens[at.start + 1 : at.stop + 1].tolist()) == scored
+
+
+def test_an_empty_continuation_is_right_and_named(enc):
+    """Parcae: all() of nothing. The delimiter here ends in no blank, so both prompts are the same."""
+    tables, odd = answers_of(even(enc), enc, task_of("lm", 0, "."), [{"context": "the cat", "continuation": ""}])
+    assert tables[2][1].tolist() == [1] and odd["empty"] == 1
+
+
+def test_a_prompt_that_is_no_prefix_is_wrong_and_named(enc):
+    rows = [{"context": "the c", "continuation": "at"}]
+    tables, odd = answers_of(even(enc), enc, task_of("lm", 0, ""), rows)
+    assert tables[2][1].tolist() == [0] and odd["not_prefix"] == 1
+
+
+def test_answers_longer_than_the_context_are_named(enc, net):
+    """parcae slices with negative indices, as the slow loop does; dclm would stop, here what is left is scored."""
+    long = " ".join(WORDS) * 3
+    rows = [{"query": "the", "choices": [long + " cat", "No " + long, "Yes"], "gold": 2}] * 4
+    tables, odd = answers_of(net, enc, task_of("mc", 0), rows)
+    want, _ = slow_task(net, enc, task_of("mc", 0), rows, "parcae", 1234, 2)
+    assert odd["cut"] == 4 and tables[2][0].tolist() == want
+    assert answers_of(net, enc, task_of("mc", 0), rows, "dclm")[1]["cut"] == 4
+    lm = [{"context": "the", "continuation": long}]
+    for protocol in ("parcae", "dclm", "lambada"):
+        assert answers_of(net, enc, task_of("lm", 0), lm, protocol)[1]["cut"] == 1
+
+
+def test_dclm_averages_over_categories(enc):
+    rows = [{"context": "the", "continuation": "cat", "category": "big"}] * 5
+    rows = [*rows, {"context": "the", "continuation": "dog", "category": "small"}]
+    model, panel = Scripted(prefer(enc, ("the", " cat"))), None
+    for protocol, mean in (("dclm", 0.5), ("parcae", 5 / 6)):
+        panel = panel_of(ce.TASKS[1]._replace(shots=0, delim=" "), rows, protocol)
+        entry = ce.evaluate(model, enc, panel, [2], [1234])[2]["tasks"]["jeopardy"]
+        assert entry["accuracy"]["mean"] == pytest.approx(mean, abs=1e-7)
+
+
+def test_deviation_is_the_populations_and_that_of_the_means(enc):
+    entries = {}
+    for task, accs in zip(ce.TASKS[:22], np.random.default_rng(0).random((22, 3))):
+        entries[task.label] = {"centered": ce.spread(dict(zip("abc", accs.tolist())))}
+    total = ce.aggregate("core", entries)
+    per_seed = [sum(e["centered"]["per_seed"][s] for e in entries.values()) / 22 for s in "abc"]
+    mean = sum(per_seed) / 3
+    assert total["mean"] == pytest.approx(mean)
+    assert total["std"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in per_seed) / 3))
+
+
+def test_lambada_perplexity_is_that_of_the_slow_sum(enc, net):
+    rows = [{"context": "the cat sat on", "continuation": "bread "}, {"context": "saw a dog ", "continuation": " barn"}]
+    panel = panel_of(ce.TASKS[9], rows, "lambada")
+    panel.name = "lambada"
+    record = ce.evaluate(net, enc, panel, [3], [7])[3]
+    nats = 0.0
+    for i, start in enumerate((4, 4)):  # four words; three words and a blank
+        whole = enc.encode_ordinary(rows[i]["context"] + " " + rows[i]["continuation"].strip())
+        key = torch.tensor([sequence_key(7, SEED_EVAL, 9, i)])
+        logp = net.head(net.hidden(torch.tensor([whole[:-1]]), 3, key)).log_softmax(-1)[0]
+        nats -= sum(logp[t - 1, whole[t]].item() for t in range(start, len(whole)))
+    assert record["aggregate"]["mean"] == pytest.approx(math.exp(nats / 2), rel=1e-5)
+    assert record["aggregate"]["name"] == "LAMBADA perplexity"
+
+
+# ---- bundles
+
+
+def write_bundle(path, rows_by_file, prefix="eval_bundle/eval_data/"):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as z:
+        for name, rows in rows_by_file.items():
+            lines = rows if isinstance(rows, bytes) else "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
+            z.writestr(prefix + name, lines)
+    return path
+
+
+def small_core():
+    """Every CORE file, 14 rows each: enough for ten shots."""
+    return {t.file: make_rows(t.kind, 14, seed=t.index) for t in ce.TASKS[:22]}
+
+
+def refused(capsys, call, *said):
+    with pytest.raises(SystemExit) as e:
+        call()
+    text = capsys.readouterr().err
+    assert e.value.code == 2 and text.count("\n") == 1 and all(s in text for s in said), text
+
+
+def test_zip_and_folder_are_the_same_and_lines_end_at_newline_only(tmp_path):
+    files = small_core()
+    files["world_knowledge/arc_easy.jsonl"][0]["query"] = "one\x85line\u2028 still"
+    whole = write_bundle(tmp_path / "b.zip", files)
+    with zipfile.ZipFile(whole) as z:
+        z.extractall(tmp_path)
+    panels = [ce.load_panel(p) for p in (whole, tmp_path, tmp_path / "eval_bundle", tmp_path / "eval_bundle/eval_data")]
+    assert all(p.rows == panels[0].rows and not p.missing and len(p.rows) == 22 for p in panels)
+    assert len({p.sha256 for p in panels[1:]}) == 1
+    assert panels[0].rows["arc_easy"] == files["world_knowledge/arc_easy.jsonl"]
+
+
+def test_what_cannot_be_run_is_named(tmp_path):
+    files = small_core()
+    del files["commonsense_reasoning/copa.jsonl"]
+    files["reading_comprehension/squad.jsonl"] = files["reading_comprehension/squad.jsonl"][:10]
+    path = write_bundle(tmp_path / "b.zip", files)
+    missing = ce.load_panel(path).missing
+    assert set(missing) == {"copa", "squad"} and "10 shots need more than 10" in missing["squad"]
+    assert set(ce.load_panel(path, protocol="dclm").missing) == {"copa"}
+    assert "boolq" in ce.load_panel(path, limit=10).missing and "boolq" not in ce.load_panel(path, limit=11).missing
+
+
+def test_damaged_bundles_are_refused_in_one_line(tmp_path, capsys):
+    good = write_bundle(tmp_path / "good.zip", small_core()).read_bytes()
+    (tmp_path / "cut.zip").write_bytes(good[: len(good) // 2])
+    (tmp_path / "flip.zip").write_bytes(good[:2000] + bytes([good[2000] ^ 255]) + good[2001:])
+    for name in ("cut.zip", "flip.zip"):
+        refused(capsys, lambda: ce.load_panel(tmp_path / name), name, "not a usable zip")
+    refused(capsys, lambda: ce.load_panel(tmp_path / "no.zip"), "--bundle")
+    for evil in ("../evil.jsonl", "/etc/evil.jsonl", "a/../../evil.jsonl", "C:evil.jsonl", "..\\evil.jsonl"):
+        with zipfile.ZipFile(tmp_path / "evil.zip", "w") as z:
+            z.writestr(evil, "{}")
+        refused(capsys, lambda: ce.load_panel(tmp_path / "evil.zip"), "leaves its folder")
+
+
+def test_bad_lines_are_named_by_file_and_number(tmp_path, capsys):
+    name = "commonsense_reasoning/copa.jsonl"
+    good = {"query": "q", "choices": ["a", "b"], "gold": 1}
+    for bad in (b"{not json", b"[1]", b"3", b"\xff\xfe", b'{"query":"q","choices":["a"]}',
+                b'{"query":"q","choices":["a","b"],"gold":2}', b'{"query":"q","choices":["a",3],"gold":0}',
+                b'{"query":7,"choices":["a"],"gold":0}', b'{"query":"q","choices":["a"],"gold":true}',
+                b'{"query":"q","choices":[],"gold":0}'):  # fmt: skip
+        path = write_bundle(tmp_path / "b.zip", {name: json.dumps(good).encode() + b"\n\n" + bad + b"\n"})
+        refused(capsys, lambda: ce.load_panel(path), f"{name}, line 3")
+
+
+def test_download_resumes_and_is_checked(tmp_path, capsys):
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    from threading import Thread
+
+    noise = {"noise.jsonl": random.Random(0).randbytes(400_000)}
+    body, asked, mode = write_bundle(tmp_path / "src.zip", noise).read_bytes(), [], {"cut": True}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            start = int((self.headers.get("Range") or "bytes=0-")[6:-1])
+            asked.append(start)
+            data = mode.get("body", body)[start:]
+            self.send_response((206 if data else 416) if start else 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[: len(data) // 2] if mode.pop("cut", None) else data)
+
+        def log_message(self, *a):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url, path = f"http://127.0.0.1:{server.server_port}/b.zip", tmp_path / "data" / "b.zip"
+    with pytest.raises(SystemExit):
+        ce.fetch_bundle(path, url)  # the connection ends half way
+    ce.fetch_bundle(path, url)
+    assert path.read_bytes() == body and asked[0] == 0 and len(body) // 2 - 2**16 < asked[1] <= len(body) // 2
+    ce.fetch_bundle(path, url)
+    assert len(asked) == 2  # once is enough
+    path.write_bytes(body + b"x")
+    capsys.readouterr()
+    refused(capsys, lambda: ce.fetch_bundle(path, url), "has changed")
+    mode["body"] = b"<html>not here</html>"
+    refused(capsys, lambda: ce.fetch_bundle(tmp_path / "c.zip", url), "did not send a zip", "--bundle")
+    server.shutdown()
+    server.server_close()
+    refused(capsys, lambda: ce.fetch_bundle(tmp_path / "d.zip", url), "cannot fetch", "--bundle")
+
+
+# ---- the program
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory, enc, net):
+    """A run directory as train.py leaves it, and a bundle."""
+    from tokenizer_train import save_tokenizer, tokenizer_hash
+
+    folder = tmp_path_factory.mktemp("runs")
+    path = folder / "r"
+    path.mkdir()
+    save_tokenizer(path / "tokenizer.json", [enc.decode_single_token_bytes(i) for i in range(enc.n_vocab - 3)])
+    token = {"path": "data/tokenizer.json", "sha256": tokenizer_hash(path / "tokenizer.json")}
+    config = {"args": {}, "model": vars(net.cfg), "tokenizer": token, "dtype": "bfloat16", "data": {"path": "x"}}
+    (path / "config.json").write_text(json.dumps(config))
+    torch.save({"step": 3, "model": net.state_dict()}, path / "step_0000003.pt")
+    write_bundle(folder / "b.zip", small_core())
+    return path
+
+
+def program(run, *flags, ranks=0):
+    launch = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}".split() if ranks else []
+    script, bundle = str(ROOT / "core_eval.py"), str(run.parent / "b.zip")
+    command = [sys.executable, *launch, script, str(run), "--bundle", bundle, *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=run.parent)
+
+
+def test_program_writes_results_and_skips_what_is_done(run, monkeypatch):
+    out = program(run, "--depth", "1,2", "--seeds", "5,6")
+    assert out.returncode == 0 and "written" in out.stdout and "CORE" in out.stdout, out.stderr
+    first = json.loads((run / "core_core_parcae.json").read_text())
+    assert {"panel", "protocol", "baselines", "bundle_sha256", "max_per_task", "command", "date"} <= set(first)
+    record = first["depths"]["2"]
+    assert record["aggregate"]["name"] == "CORE" and set(record["per_seed"]) == {"5", "6"}
+    assert len(record["tasks"]) == 22 and first["dtype"] == "float32" and len(record["categories_fine"]) == 9
+    csv = (run / "core_core_parcae.csv").read_text().splitlines()
+    assert len(csv) == 1 + 2 * 23 and csv[0].startswith("depth,task,accuracy")
+
+    # a second start computes what is missing, and keeps the rest
+    seen, real = [], ce.prepare
+    monkeypatch.setattr(ce, "prepare", lambda task, *a: seen.append(task.label) or real(task, *a))
+    monkeypatch.setattr(sys, "argv", ["core_eval.py", str(run), "--bundle", str(run.parent / "b.zip")])
+    sys.argv += ["--seeds", "5,6", "--depth", "2"]
+    ce.main()
+    assert not seen
+    record = json.loads((run / "core_core_parcae.json").read_text())["depths"]
+    assert record == first["depths"]
+    part = dict(first["depths"]["2"], tasks={"copa": first["depths"]["2"]["tasks"]["copa"]})
+    (run / "core_core_parcae.json").write_text(json.dumps(dict(first, depths={"2": part})))
+    ce.main()
+    assert "copa" not in seen and len(set(seen)) == 21
+    assert json.loads((run / "core_core_parcae.json").read_text())["depths"]["2"] == first["depths"]["2"]
+    seen.clear()
+    sys.argv += ["--max-per-task", "12"]
+    ce.main()
+    assert len(set(seen)) == 22  # other settings: nothing is kept
+
+
+def test_two_ranks_give_the_scores_of_one(run):
+    flags = ("--protocol", "nanochat", "--depth", "2")
+    scores = []
+    for ranks in (0, 2):
+        out = program(run, *flags, ranks=ranks)
+        assert out.returncode == 0, out.stderr
+        scores.append(json.loads((run / "core_core_nanochat.json").read_text())["depths"])
+        (run / "core_core_nanochat.json").unlink()
+    assert scores[0] == scores[1]
+
+
+def test_user_mistakes_end_in_one_line(run, tmp_path, capsys, monkeypatch):
+    def start(*flags, path=run):
+        monkeypatch.setattr(sys, "argv", ["core_eval.py", str(path), "--bundle", str(run.parent / "b.zip"), *flags])
+        return ce.main
+
+    refused(capsys, start("--depth", "two"), "--depth two")
+    refused(capsys, start("--depth", "0"), "--depth 0")
+    refused(capsys, start("--seeds", "1,,2"), "--seeds 1,,2")
+    refused(capsys, start("--max-per-task", "-1"), "--max-per-task -1")
+    refused(capsys, start(path=tmp_path), "config.json")
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in run.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text + "\n")
+    refused(capsys, start(path=other), "is not the tokenizer")
+
+
+def test_what_no_seed_changes_is_computed_once(enc, monkeypatch):
+    """Scripted models have no random state: 0-shot tasks run once and stand for every seed, others follow the shots."""
+    calls, real = [], ce.run_task
+    monkeypatch.setattr(ce, "run_task", lambda *a: calls.append((a[1].task.kind, a[4])) or real(*a))
+    tasks = [task_of("lm", 0, label="zero"), task_of("mc", 2, label="few")]
+    panel = SimpleNamespace(name="core", protocol="parcae", limit=None, tasks=tasks, missing={},
+                            rows={"zero": make_rows("lm", 5), "few": make_rows("mc", 5)})  # fmt: skip
+    record = ce.evaluate(even(enc), enc, panel, [1], [3, 4])[1]
+    assert calls == [("lm", 3), ("mc", 3), ("mc", 4)]
+    assert set(record["tasks"]["zero"]["accuracy"]["per_seed"]) == {"3", "4"}
+
+
+@pytest.mark.skipif("EVAL_BUNDLE" not in os.environ, reason="EVAL_BUNDLE is not set")
+@pytest.mark.parametrize("protocol", ["parcae", "dclm"])
+def test_every_real_task_parses_and_renders(enc, protocol):
+    panel = ce.load_panel(os.environ["EVAL_BUNDLE"], "core-extended", protocol)
+    assert len(panel.rows) >= 44
+    for label, rows in panel.rows.items():
+        task = next(t for t in ce.TASKS if t.label == label)
+        examples = slow_examples(task, rows, protocol)
+        made, shots = ce.pools(task, rows, protocol, None), {}
+        flat = [(pool, i) for pool, count in made for i in range(count)]
+        assert len(flat) == len(examples) == len(rows)
+        chosen = [c for pool, _ in made for c in ce.shot_indices(protocol, 1234, len(pool), task.shots)]
+        for at in (0, 1, len(rows) // 2, len(rows) - 1):
+            pool, i = examples[at]
+            if id(pool) not in shots:
+                shots[id(pool)] = slow_shots(protocol, 1234, len(pool), task.shots) if len(pool) < 3000 else None
+            few = shots[id(pool)][i] if shots[id(pool)] else chosen[at]
+            want = slow_rows(task, protocol, pool[i], [pool[j] for j in few], enc, 2048)
+            texts = ce.prompts(task, protocol, flat[at][0][flat[at][1]], [flat[at][0][j] for j in chosen[at]])
+            found, odd = ce.spans(task, protocol, [enc.encode_ordinary(t) for t in texts], enc.n_vocab - 3, 2048)
+            assert [x.tolist() for x, _ in found] == [x for x, _, _ in want] and not odd & {"not_prefix"}

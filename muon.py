@@ -62,10 +62,11 @@ def muon_update(p, g, momentum, variance, lr, wd, ok, dtype: torch.dtype):
 
 
 def adamw_update(p, g, m, v, lr, step, beta1, beta2, eps, ok):
-    """One Adam step without weight decay, in place. p, g, m, v (N,); lr, step (from 1) and ok are 0-d tensors."""
+    """One Adam step without weight decay, in place. p, g, m, v (N,); step (from 1) and ok 0-d tensors; lr 0-d or (N,).
+    eps = 0 means none: an element that never had a gradient stays, rather than becoming 0 / 0."""
     m.lerp_(g, (1 - beta1) * ok)
     v.lerp_(g.square(), (1 - beta2) * ok)
-    denominator = (v / (1 - beta2**step)).sqrt_().add_(eps)
+    denominator = (v / (1 - beta2**step)).sqrt_().add_(eps).clamp_min_(1e-30)
     p.sub_(m / denominator * (ok * lr / (1 - beta1**step)))
 
 
@@ -74,16 +75,18 @@ class MuonAdamW:
 
     named_parameters: (name, parameter) pairs, float32; muon: the names that Muon updates (2-D). The parameters are
     moved into the buffers on construction and get a `.grad` there, into which backward accumulates. Gradients are
-    summed over ranks, so each rank's loss must already be divided by the whole step's tokens.
+    summed over ranks, so each rank's loss must already be divided by the whole step's tokens. update_clip divides the
+    AdamW rate of a tensor by max(1, RMS of gradient / root of its second moment) (Wortsman et al. 2023; RDM's setting).
     """
 
     def __init__(self, named_parameters, muon: set[str], muon_lr=8e-3, adam_lr=8e-3, betas=(0.8, 0.95), eps=1e-10,
-                 weight_decay=0.2, clip=1.0, rank=0, world=1, compile=False):  # fmt: skip
+                 weight_decay=0.2, clip=1.0, update_clip=False, rank=0, world=1, compile=False):  # fmt: skip
         named = list(named_parameters)
         missing = muon - {n for n, _ in named}
         assert not missing, f"not parameters of the model: {sorted(missing)}"
         self.muon_lr, self.adam_lr, self.weight_decay = muon_lr, adam_lr, weight_decay
-        self.betas, self.eps, self.clip, self.rank, self.world = betas, eps, clip, rank, world
+        self.betas, self.eps, self.clip, self.update_clip = betas, eps, clip, update_clip
+        self.rank, self.world = rank, world
         stacks: dict[tuple, list] = {}
         for name, p in named:
             stacks.setdefault(tuple(p.shape) if name in muon else (), []).append((name, p))
@@ -116,6 +119,21 @@ class MuonAdamW:
         else:
             b["v"] = torch.zeros_like(b["p"])
         return b
+
+    def _clipped_rate(self, b: dict, g, lr, step):
+        """AdamW's learning rate of each element of this rank's part, (N,), after update clipping."""
+        own, at, parts = len(g), -self.rank * len(g), []
+        for _, p in b["members"]:  # where this part cuts each tensor
+            parts.append(slice(min(max(at, 0), own), min(max(at + p.numel(), 0), own)))
+            at += p.numel()
+        v = b["v"].lerp(g.square(), 1 - self.betas[1]) / (1 - self.betas[1] ** step)
+        ratio = g.square() / v.clamp_min(1e-30)
+        mean = self._summed(torch.stack([ratio[s].sum() for s in parts]))
+        mean /= torch.tensor([p.numel() for _, p in b["members"]], device=mean.device)
+        rate = torch.zeros_like(g)
+        for s, root in zip(parts, mean.sqrt().clamp(min=1)):
+            rate[s] = lr / root
+        return rate
 
     def _summed(self, tensor):
         if self.world > 1:
@@ -152,7 +170,8 @@ class MuonAdamW:
             if b["shape"]:
                 self.muon_update(b["p"], g, b["m"], b["v"], rates[0], rates[2], ok, self.muon_dtype)
             else:
-                self.adamw_update(b["p"], g, b["m"], b["v"], rates[1], step, *self.betas, self.eps, ok)
+                rate = self._clipped_rate(b, g, rates[1], step) if self.update_clip else rates[1]
+                self.adamw_update(b["p"], g, b["m"], b["v"], rate, step, *self.betas, self.eps, ok)
             if self.world > 1:  # gathered while the next buffer is updated
                 gathers.append(all_gather(b["data"], b["p"], async_op=True))
         for work in gathers:

@@ -1,6 +1,6 @@
 """core_eval.py against the slow one-example-at-a-time loop: same model, same data, same answers, in one run.
 
-    python tests/bench_core.py --bundle eval_bundle.zip                       # 100 examples of each of the tasks
+    python tests/bench_core.py --bundle eval_bundle.zip                       # 100 examples of each task
     python tests/bench_core.py --bundle eval_bundle.zip --depth 1,2,4,8,16    # accuracy against depth
     python tests/bench_core.py --bundle eval_bundle.zip --run runs/tiny-euler
 
@@ -10,6 +10,7 @@ Tasks alternate between the two, so that a busy machine slows both. Without --ru
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -25,9 +26,9 @@ from model import PRESETS, Model, load_run  # noqa: E402
 from tokenizer_train import load_tokenizer  # noqa: E402
 
 
-def random_model(seed=0):
+def random_model(enc, seq_len, seed=0):
     """The `tiny` preset with all weights moved off their zero initialisation."""
-    model = Model(PRESETS["tiny"])
+    model = Model(dataclasses.replace(PRESETS["tiny"], vocab_size=enc.n_vocab, seq_len=seq_len))
     model.init_weights(seed)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -57,43 +58,41 @@ def main():
     p.add_argument("--panel", default="core-extended", choices=list(ce.PANELS))
     p.add_argument("--protocol", default="parcae", choices=["parcae", "nanochat", "dclm"])
     p.add_argument("--depth", default="8", help="loops, between commas")
+    p.add_argument("--seq-len", type=int, default=256, help="context of the random model, tokens")
     p.add_argument("--max-per-task", type=int, default=100, help="examples")
     p.add_argument("--budget", type=int, default=0, help="tokens a batch; 0 is core_eval's own")
     args = p.parse_args()
     if args.run:
         model, enc = load_run(args.run, "cpu", torch.float32)[0], load_tokenizer(Path(args.run) / "tokenizer.json")
     else:
-        model, enc = random_model(), load_tokenizer(args.tokenizer)
+        enc = load_tokenizer(args.tokenizer)
+        model = random_model(enc, args.seq_len)
     depths = [int(d) for d in args.depth.split(",")]
     panel = ce.load_panel(args.bundle, args.panel, args.protocol, args.max_per_task)
-    total = dict(slow=0.0, fast=0.0, slow_cpu=0.0, fast_cpu=0.0, rows=0, tokens=0, fed=0, examples=0, differ=0, near=0)
-    for task in panel.tasks:
-        if task.label not in panel.rows:
-            continue
+    total = dict.fromkeys("slow fast slow_cpu fast_cpu rows tokens fed examples differ near".split(), 0)
+    for task in (t for t in panel.tasks if t.label in panel.rows):
         rows = panel.rows[task.label]
-        start, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = time.perf_counter(), time.process_time()
         work = ce.prepare(task, panel, 1234, enc, model.cfg.seq_len)
-        key = lambda i: ce.sequence_key(1234, ce.SEED_EVAL, task.index, i)
-        found, _ = ce.run_task(model, work, args.protocol, depths, key, "cpu", args.budget)
-        fast, start = time.perf_counter() - start, time.perf_counter()
-        fast_cpu, cpu = time.process_time() - cpu, time.process_time()
-        slow_found = [slow_task(model, enc, task, rows, args.protocol, 1234, d, args.max_per_task)[0] for d in depths]
-        slow, slow_cpu = time.perf_counter() - start, time.process_time() - cpu
-        n_rows, tokens = slow_tokens(task, rows, panel, enc, model.cfg.seq_len)
-        wrong = [(d, i) for d, s in zip(depths, slow_found) for i, a in enumerate(s) if a != found[d]["answers"][i]]
-        near = sum(found[d]["near"][i] > 0 for d, i in wrong)
-        for k, v in dict(slow=slow, fast=fast, slow_cpu=slow_cpu, fast_cpu=fast_cpu, rows=n_rows, tokens=tokens, fed=sum(map(len, work.rows)), near=near,
-                         examples=len(work.gold), differ=len(wrong)).items():  # fmt: skip
-            total[k] += v
-        print(f"{task.label:33} slow {slow:6.2f} s  fast {fast:6.2f} s  {slow / fast:5.2f}x   {tokens:7d} -> "
-              f"{sum(map(len, work.rows)):6d} tokens   {len(wrong)} answers differ ({near} of them near ties)", flush=True)
+        found, _ = ce.run_task(model, work, args.protocol, depths, 1234, budget=args.budget)
+        t = {"fast": time.perf_counter() - wall, "fast_cpu": time.process_time() - cpu}
+        wall, cpu = time.perf_counter(), time.process_time()
+        slow = [slow_task(model, enc, task, rows, args.protocol, 1234, d, args.max_per_task)[0] for d in depths]
+        t |= {"slow": time.perf_counter() - wall, "slow_cpu": time.process_time() - cpu, "examples": len(work.gold)}
+        t["rows"], t["tokens"] = slow_tokens(task, rows, panel, enc, model.cfg.seq_len)
+        wrong = [(d, i) for d, s in zip(depths, slow) for i, a in enumerate(s) if a != found[d][0, i]]
+        t |= {"fed": sum(map(len, work.rows)), "differ": len(wrong), "near": int(sum(found[d][2, i] for d, i in wrong))}
+        total = {name: total[name] + t[name] for name in total}
+        print(f"{task.label:33} slow {t['slow']:6.2f} s  fast {t['fast']:6.2f} s  {t['slow'] / t['fast']:5.2f}x  "
+              f"{t['tokens']:7d} -> {t['fed']:6d} tokens  {t['differ']} answers differ", flush=True)
     t = total
     for name in ("slow", "fast"):
-        print(f"{name}: {t[name]:.1f} s ({t[name + '_cpu']:.1f} core-s), {t['examples'] / t[name]:.1f} examples/s, {t['rows'] / t[name]:.1f} sequences/s, "
-              f"{t['tokens'] * len(depths) / t[name]:,.0f} tokens/s")
-    print(f"{t['slow'] / t['fast']:.2f} times the slow loop ({t['slow_cpu'] / t['fast_cpu']:.2f} in core-seconds) at depth {args.depth}, context {model.cfg.seq_len}, "
-          f"{torch.get_num_threads()} cores; {t['tokens']:,} tokens -> {t['fed']:,} fed; "
-          f"{t['differ']} of {t['examples'] * len(depths)} answers differ, {t['near']} of them near ties")
+        rate = len(depths) / t[name]
+        print(f"{name}: {t[name]:.1f} s, {t[name + '_cpu']:.1f} core-s, {t['rows'] * rate:.1f} sequences/s, "
+              f"{t['tokens'] * rate:,.0f} tokens/s")
+    print(f"{t['slow'] / t['fast']:.2f} times the slow loop (core-seconds: {t['slow_cpu'] / t['fast_cpu']:.2f}) at depth "
+          f"{args.depth}, context {model.cfg.seq_len}, {torch.get_num_threads()} threads; {t['tokens']:,} tokens -> "
+          f"{t['fed']:,}; {t['differ']} of {t['examples'] * len(depths)} answers differ, {t['near']} of them near ties")
 
 
 if __name__ == "__main__":

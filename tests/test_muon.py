@@ -89,6 +89,32 @@ def test_adamw_equals_torchs():
         assert torch.allclose(p, q, atol=1e-6)
 
 
+def test_update_clipping_equals_a_float64_formula_for_any_part():
+    """AdamW without epsilon, rates clipped by tensor: one rank against numpy; an untouched element stays."""
+    params = parameters()
+    start = {n: p.detach().double().numpy() for n, p in params.items()}
+    opt = MuonAdamW(params.items(), set(), adam_lr=3e-3, betas=(0.9, 0.95), eps=0.0, clip=1e9, update_clip=True)
+    m = {n: 0.0 for n in start}
+    v = {n: 0.0 for n in start}
+    for t in range(1, 5):
+        for n, p in params.items():
+            g = gradient(n, t) * 10.0 ** (t - 2)  # growing, so that clipping acts
+            g[0] = 0
+            p.grad.add_(g)
+            g = g.double().numpy()
+            m[n], v[n] = 0.9 * m[n] + 0.1 * g, 0.95 * v[n] + 0.05 * g**2
+            hat = v[n] / (1 - 0.95**t)
+            with np.errstate(invalid="ignore"):
+                rms = np.sqrt(np.nan_to_num(g**2 / hat).mean())
+                step = np.nan_to_num(m[n] / (1 - 0.9**t) / np.sqrt(hat))
+            assert t == 1 or rms > 1
+            start[n] = start[n] - 3e-3 / max(1, rms) * step
+        opt.step(1.0, 1.0, torch.zeros(1))
+    for n, p in params.items():
+        assert np.abs(p.detach().numpy() - start[n]).max() < 1e-6, n
+        assert torch.equal(p[0], parameters()[n][0])
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (32, 8), (8, 32)])
 def test_polar_express_approaches_the_polar_factor(shape):
     g = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -139,6 +165,18 @@ def test_groups_cover_every_parameter_as_the_paper_lists():
     assert {n for n in rest if "gate" in n} == {"blocks.0.attn.gate.weight", "blocks.2.attn.gate.weight"}
 
 
+def updated(rank=0, world=1):
+    """Three steps with Muon, then three more of the clipped AdamW, on this rank's share of the gradient."""
+    params = parameters()
+    for muon, more in ((MUON, {}), (set(), dict(betas=(0.9, 0.95), eps=0.0, update_clip=True))):
+        opt = MuonAdamW(params.items(), muon, 8e-3, 4e-3, rank=rank, world=world, **more)
+        for t in range(1, 4):
+            for n, p in params.items():
+                p.grad.add_(gradient(n, t) * (rank + 1) * 2 / (world * (world + 1)))  # sums to the gradient
+            out = opt.step(1.0, 1.0, torch.tensor([1.0]))
+    return {n: p.detach().clone() for n, p in params.items()}, opt.state_dict(), out
+
+
 WORKER = """
 import sys, torch, torch.distributed as dist
 sys.path[:0] = [{root!r}, {tests!r}]
@@ -146,15 +184,8 @@ from test_muon import *
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-params = parameters()
-opt = MuonAdamW(params.items(), MUON, 8e-3, 4e-3, rank=rank, world=world)
-for t in range(1, 5):
-    for n, p in params.items():
-        p.grad.add_(gradient(n, t) * (rank + 1) * 2 / (world * (world + 1)))  # sums to the gradient
-    out = opt.step(1.0, 1.0, torch.tensor([1.0]))
-state = opt.state_dict()
+values, state, out = updated(rank, world)
 if rank == 0:
-    values = {{n: p.detach().clone() for n, p in params.items()}}
     torch.save({{"p": values, "out": out, "first": state["first"]}}, {out!r})
 dist.destroy_process_group()
 """
@@ -167,10 +198,10 @@ def test_any_number_of_ranks_equals_one(world, tmp_path):
     script.write_text(WORKER.format(root=os.path.dirname(here), tests=here, out=out))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", str(script)]
     subprocess.run(command, check=True, capture_output=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    params, opt, one = run(4)
+    params, state, one = updated()
     got = torch.load(out, weights_only=True)
     for n, p in params.items():
         assert torch.allclose(got["p"][n], p, atol=2e-6), n
-    first = opt.state_dict()["first"]
+    first = state["first"]
     assert all(torch.allclose(got["first"][n], first[n], atol=1e-6) for n in SHAPES)
     assert abs(got["out"][0] / one[0] - 1) < 1e-5 and got["out"][1] == world

@@ -211,7 +211,8 @@ def test_unified_law_recovers_its_coefficients_and_needs_mu():
     assert found["unified T/mu^gamma"]["law"]["gamma"] == pytest.approx(1, abs=1e-4)
     assert f["held_out"]["percent"] < 1e-3 and found["unified T"]["held_out"]["percent"] > 1
     # the oracle puts the measured loss at T = mu, which holds Z e^-z already, in place of the floor
-    assert f["held_out"]["oracle_percent"] == pytest.approx(100 * 6 * math.exp(-6) / 2.9, rel=0.05)
+    expected = np.mean([100 * 6 * math.exp(-6) / r["loss"] for r in held])
+    assert f["held_out"]["oracle_percent"] == pytest.approx(expected, rel=1e-3)
 
 
 # -- degenerate inputs, the command line ------------------------------------------------------------------------------
@@ -220,8 +221,8 @@ def test_unified_law_recovers_its_coefficients_and_needs_mu():
 def test_bad_rows_are_named_and_change_nothing(tmp_path, capsys):
     rows = made("parcae-140m", 0.002, budgets=(1e18, 4e18, 16e18))
     clean = run_fit(tmp_path, write_csv(tmp_path / "clean.csv", rows), "--preset", "parcae-140m")
-    changes = {"again": {}, "boom": {"loss": 9.7}, "nan": {"loss": math.nan}, "text": {"loss": "n/a"}, "zero": {"tokens": 0},
-               "bare": {"depth": 1}}
+    changes = {"again": {}, "boom": {"loss": 9.7}, "nan": {"loss": math.nan}, "text": {"loss": "n/a"},
+               "zero": {"tokens": 0}, "bare": {"depth": 1}}
     bad = [rows[1]] + [r | {"run": name} | change for r, (name, change) in zip(rows, changes.items())]
     dirty = run_fit(tmp_path, write_csv(tmp_path / "dirty.csv", rows + bad), "--preset", "parcae-140m")
     named = {name for name, _ in dirty["left_out"]} - {name for name, _ in clean["left_out"]}
@@ -239,8 +240,9 @@ def test_what_the_runs_cannot_support_is_refused_with_its_reason(tmp_path, capsy
     few = write_csv(tmp_path / "few.csv", made("parcae-140m", budgets=(1e18, 2e18), mus=(2, 4)))
     other = tmp_path / "other.csv"  # a table that brings its own N, of another model
     other.write_text("mu_rec,tokens,flops,loss,n_eff\n2,1e9,1e18,3.0,1e9\n")
-    for argv, message in (((few, "--preset", "parcae-140m"), "no law can be fitted"), ((few,), "n_eff"),
-                          ((tmp_path / "none",), "no run or table"), ((few, other, "--preset", "parcae-140m"), "two models")):
+    preset = ("--preset", "parcae-140m")
+    for argv, message in (((few, *preset), "no law can be fitted"), ((few,), "n_eff"),
+                          ((few, other, *preset), "two models"), ((tmp_path / "none",), "no run or table")):
         with pytest.raises(SystemExit) as stop:
             run_fit(tmp_path, *argv)
         assert stop.value.code == 2 and message in capsys.readouterr().err

@@ -17,6 +17,7 @@ NPROC=${NPROC:-$([ "$GPUS" -gt 0 ] && echo "$GPUS" || echo 1)}          # proces
 SEED=${SEED:-0}                                                         # of weights, row order, depths, initial states
 DEPTHS=${DEPTHS:-1,2,4,8,16}                                            # loops at which validation loss is measured
 RUN=${RUN:-$PRESET-$(basename "$DATA")-s$SEED}                          # results go to runs/$RUN
+LONG_DOCS=${LONG_DOCS:-$([ "$PRESET" = tiny ] && echo split || echo crop)} # documents longer than a row, see dataloader.py
 BUNDLE=${BUNDLE:-}                                                      # CORE task data: a zip or folder (default: fetched)
 PY=${PY:-}                                                              # a Python with the dependencies; else .venv is made
 
@@ -42,7 +43,7 @@ fi
 read -r VOCAB SEQ STEP_TOKENS RECIPE_TOKENS < <("$PY" -c '
 import sys, train
 c = train.PRESETS.get(sys.argv[1]) or train.fail(f"PRESET={sys.argv[1]} is not one of {chr(32).join(train.PRESETS)}")
-tokens, batch, _ = train.RECIPES[sys.argv[1].rsplit("-", 1)[-1]]
+tokens, batch, *_ = train.recipe_of(sys.argv[1])
 print(c.vocab_size, c.seq_len, batch * c.seq_len, int(float(sys.argv[2] or tokens)))' "$PRESET" "$TOKENS") || exit 2
 WORK=data/$(basename "$DATA")-v$VOCAB
 ROWS=$WORK/rows-$SEQ
@@ -76,7 +77,7 @@ if [ ! -f "$WORK/tokenizer.json" ]; then
 fi
 
 say "rows: packing $TEXTS into $SEQ + 1 tokens each"
-pack=("$PY" dataloader.py pack --data "$TEXTS" --tokenizer "$WORK/tokenizer.json" --seq-len "$SEQ" --out "$ROWS")
+pack=("$PY" dataloader.py pack --data "$TEXTS" --tokenizer "$WORK/tokenizer.json" --seq-len "$SEQ" --long-docs "$LONG_DOCS" --out "$ROWS")
 if [ "$DATA" = fineweb-edu ]; then # the rest is fetched and packed while training runs on what is there
     "$PY" dataloader.py download --out $TEXTS --shards "$SHARDS" >"$WORK/download.log" 2>&1 & background+=($!)
     "${pack[@]}" --stream "$SHARDS" >"$WORK/pack.log" 2>&1 & background+=($!)

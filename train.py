@@ -40,12 +40,15 @@ from model import CHOICES, PRESETS, Model, ModelConfig, discretise, flag, parame
 from muon import MuonAdamW
 from tokenizer_train import load_tokenizer, token_bytes
 
-RECIPES = {  # tokens, sequences a step, AdamW learning rate (paper, table "Hyperparameter"); Muon's is 8e-3 everywhere
-    "140m": (11.2e9, 256, 8e-3),
-    "370m": (29.6e9, 256, 8e-3),
-    "770m": (61.6e9, 256, 6e-3),
-    "1.3b": (104e9, 256, 6e-3),
-    "tiny": (2.2e6, 16, 8e-3),
+RECIPES = {  # tokens, sequences a step, AdamW and Muon peak learning rates, optimiser, warm-up, cool-down
+    "140m": (11.2e9, 256, 8e-3, 8e-3, "muon", 0, 0.5),  # paper, table "Hyperparameter"
+    "370m": (29.6e9, 256, 8e-3, 8e-3, "muon", 0, 0.5),
+    "770m": (61.6e9, 256, 6e-3, 8e-3, "muon", 0, 0.5),
+    "1.3b": (104e9, 256, 6e-3, 8e-3, "muon", 0, 0.5),
+    "tiny": (2.2e6, 16, 8e-3, 2e-2, "muon", 0, 0.5),  # chosen for four minutes on two cores, see LOG.md
+    "rdm-100m": (10e9, 256, 4e-4, 0, "adamw", 4096, 4096),  # paper, "Parcae and RDM comparison"; length: its ablations'
+    "rdm-350m": (10e9, 256, 2e-4, 0, "adamw", 4096, 4096),
+    "rdm-tiny": (2.2e6, 16, 1e-3, 0, "adamw", 50, 0.5),
 }
 PEAK = {
     "H100": 989e12,
@@ -55,6 +58,13 @@ PEAK = {
     "4090": 165e12,
     "L40": 181e12,
 }  # dense bf16 FLOP/s
+
+
+def recipe_of(preset: str) -> tuple:
+    """The RECIPES entry whose name ends the preset's."""
+    return next(RECIPES[name] for name in sorted(RECIPES, key=len, reverse=True) if preset.endswith(name))
+
+
 BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
 # flags that may change when a run is continued; all others decide its numbers
 FREE = {"out", "resume", "stop_at", "save_every", "log_every", "device_batch_size", "compile", "wandb", "data",
@@ -72,7 +82,7 @@ def parse_args(argv=None):
     add("--out", default=None, help="run directory (default: runs/PRESET-GAIN-sSEED)")
     add("--data", default=None, help="folder of packed rows, from dataloader.py pack (default: Python's own library)")
     add("--seed", type=int, default=0, help="of initial weights, row order, depths and initial states")
-    add("--tokens", type=float, default=None, help="training tokens (default: the preset's recipe)")
+    add("--tokens", type=float, default=None, help="training tokens (default: the recipe's)")
     add("--flops", type=float, default=None, help="training FLOPs; sets --tokens by the model's FLOPs per token")
     add("--batch-size", type=int, default=None, help="sequences per optimiser step (default: 256; tiny: 16)")
     add(
@@ -81,16 +91,16 @@ def parse_args(argv=None):
         default=None,
         help="sequences per forward pass and device (default: 32 at most)",
     )
-    add("--muon-lr", type=float, default=8e-3, help="peak learning rate of the matrices")
-    add("--adam-lr", type=float, default=None, help="peak learning rate of the rest (default: the preset's recipe)")
+    add("--optimizer", default=None, choices=("muon", "adamw"), help="muon: Muon for the blocks' matrices, AdamW for the "
+        "rest; adamw: AdamW without epsilon, updates clipped by tensor, for all, as RDMs use (default: the recipe's)")
+    add("--muon-lr", type=float, default=None, help="peak learning rate of the matrices (default: the recipe's)")
+    add("--adam-lr", type=float, default=None, help="peak learning rate of the rest (default: the recipe's)")
+    add("--warmup", type=float, default=None, help="learning rates rise from 0 over this part of the run, or, above 1, "
+        "this many steps (default: the recipe's, 0 with Muon)")
+    add("--cooldown", type=float, default=None, help="they fall to 0 over this last part, or number of steps "
+        "(default: the recipe's, 0.5 with Muon)")
     add("--weight-decay", type=float, default=0.2, help="Muon's, cautious, falling linearly to 0")
     add("--clip", type=float, default=1.0, help="global gradient norm")
-    add(
-        "--cooldown",
-        type=float,
-        default=0.5,
-        help="last part of the run over which learning rates fall to 0, in [0, 1]",
-    )
     add("--depth-stratified", action=on_off, default=False, help="stratified depths: same law, steadier mean")
     add("--eval-every", type=int, default=0, help="steps between validations at mu_rec (default: 8 in a run)")
     add("--eval-tokens", type=float, default=None, help="validation tokens (default: 10.5e6; tiny: 131072)")
@@ -126,9 +136,9 @@ def model_config(args) -> ModelConfig:
 
 def settle(args, cfg: ModelConfig, world: int) -> int:
     """Fills in the defaults that depend on others, checks the ranges; returns the number of steps."""
-    tokens, batch, adam_lr = RECIPES[args.preset.rsplit("-", 1)[-1]]
-    args.batch_size = args.batch_size or batch
-    args.adam_lr = adam_lr if args.adam_lr is None else args.adam_lr
+    tokens, *recipe = recipe_of(args.preset)
+    for name, value in zip(("batch_size", "adam_lr", "muon_lr", "optimizer", "warmup", "cooldown"), recipe):
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     small = args.preset.endswith("tiny")
     args.eval_tokens = args.eval_tokens or (131072 if small else 10.5e6)
     args.loss_chunk = (1024 if args.device == "cpu" else 0) if args.loss_chunk is None else args.loss_chunk
@@ -137,7 +147,8 @@ def settle(args, cfg: ModelConfig, world: int) -> int:
     if args.flops is not None:
         args.tokens = args.flops / cfg.flops_per_token()
     args.tokens = args.tokens or tokens
-    for name, low, high in (("cooldown", 0, 1), ("clip", 1e-9, math.inf), ("weight_decay", 0, math.inf),
+    for name, low, high in (("warmup", 0, math.inf), ("cooldown", 0, math.inf), ("clip", 1e-9, math.inf),
+                            ("weight_decay", 0, math.inf),
                             ("muon_lr", 0, math.inf), ("adam_lr", 0, math.inf), ("batch_size", 1, 1 << 20),
                             ("save_every", 1, math.inf), ("log_every", 1, math.inf), ("eval_every", 0, math.inf),
                             ("eval_tokens", cfg.seq_len, math.inf), ("loss_chunk", 0, math.inf),
@@ -208,10 +219,13 @@ def deal(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
     return [rounds[:, r] for r in range(world)]
 
 
-def schedule(step: int, steps: int, cooldown: float) -> tuple[float, float]:
-    """Multiples of a step for learning rates (constant, then linear to 0) and weight decay (linear throughout)."""
-    left = (steps - step) / steps
-    return min(1.0, left / cooldown) if cooldown > 0 else 1.0, left
+def schedule(step: int, steps: int, warmup: float, cooldown: float) -> tuple[float, float]:
+    """Multiples of a step: learning rates rise, stay, fall, linearly; weight decay falls linearly throughout.
+
+    warmup, cooldown: a part of the run if at most 1, else a number of steps; neither ends at 0 while there is a step.
+    """
+    up, down = (x * steps if x <= 1 else x for x in (warmup, cooldown))
+    return min(1.0, (step + 1) / max(up, 1), (steps - step) / max(down, 1)), (steps - step) / steps
 
 
 def environment() -> dict:
@@ -330,7 +344,7 @@ def prepare_stdlib(folder: Path, cfg: ModelConfig) -> None:
         ["dataloader.py", "stdlib", "--out", "data/stdlib"],
         ["tokenizer_train.py", "--data", "data/stdlib", "--vocab-size", str(cfg.vocab_size), "--out", tokenizer],
         ["dataloader.py", "pack", "--data", "data/stdlib", "--tokenizer", tokenizer, "--seq-len", str(cfg.seq_len),
-         "--out", str(folder)],
+         "--long-docs", "split", "--out", str(folder)],
     ):  # fmt: skip
         if subprocess.run([sys.executable, str(Path(__file__).parent / command[0]), *command[1:]]).returncode:
             fail("the default data could not be made (see above); give packed rows with --data")
@@ -454,8 +468,12 @@ def main(argv=None):
         model.init_weights(args.seed)
     model.to(device)
     compiled = args.compile == "on" or (args.compile == "auto" and args.device == "cuda")
-    opt = MuonAdamW(model.named_parameters(), model.muon_parameters(), args.muon_lr, args.adam_lr, clip=args.clip,
-                    weight_decay=args.weight_decay, rank=rank, world=world, compile=compiled)  # fmt: skip
+    shared = dict(clip=args.clip, weight_decay=args.weight_decay, rank=rank, world=world, compile=compiled)
+    if args.optimizer == "muon":
+        opt = MuonAdamW(model.named_parameters(), model.muon_parameters(), args.muon_lr, args.adam_lr, **shared)
+    else:
+        shared |= dict(betas=(0.9, 0.95), eps=0.0, update_clip=True)
+        opt = MuonAdamW(model.named_parameters(), set(), 0.0, args.adam_lr, **shared)
     if state:
         opt.load_state_dict(state["optimizer"])
     state = None
@@ -527,7 +545,7 @@ def main(argv=None):
             (loss / (B * T)).backward()
             sums[:3] += torch.stack([loss.detach(), stats["residual"], stats["state_norm"]]) / (B * T)
         sums[3] += bool(caught)
-        lr, wd = schedule(step, steps, args.cooldown)
+        lr, wd = schedule(step, steps, args.warmup, args.cooldown)
         out = opt.step(lr, wd, sums)
         decay = discretise(model.A_log, model.dt_bias, cfg.gain)[0].detach() if has_decay else out.new_zeros(1)
         out = torch.cat([out, decay.max()[None], decay.mean()[None]])

@@ -25,12 +25,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import mechanisms
 from depth import SEED_INIT, hashed_normal, sequence_key
 
 EPS = 1e-5  # of every RMSNorm
 CHOICES = {
     "injection": ("diagonal", "add", "concat", "none"),
     "gain": ("euler", "zoh"),
+    "mechanism": ("none", "attnres", "hyper"),
     "block": ("prenorm", "resnorm"),
     "mlp": ("relu2", "swiglu"),
     "state_init": ("like-init", "zero", "normal"),
@@ -56,6 +58,8 @@ class ModelConfig:
     mu_bwd: int = 0  # loops with gradient; 0 means ceil(mu_rec / 2)
     injection: str = "diagonal"
     gain: str = "euler"
+    mechanism: str = "none"  # see mechanisms.py
+    streams: int = 4  # of `hyper`
     block: str = "prenorm"
     mlp: str = "relu2"
     qk_norm: bool = True
@@ -66,7 +70,6 @@ class ModelConfig:
     state_init: str = "like-init"
     init: str = "scaled-zero"
     ssm_decay: float = math.sqrt(1 / 5)  # decay at initialisation
-    embed_scale: float = 1.0  # multiplies the embedding of the tokens (not the tied head)
     rope_theta: float = 50_000.0
     sampling: str = "poisson-truncated-full"
     granularity: str = "sequence"
@@ -77,9 +80,16 @@ class ModelConfig:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is not one of {', '.join(allowed)}")
         if self.n_core == 0:
             self.mu_rec = self.mu_bwd = 0
-        for name in ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp"):
+        for name in ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
+        if self.mechanism != "none" and self.n_core == 0:
+            raise ValueError(f"--mechanism {self.mechanism} needs a loop, but --n-core is 0; try --n-core 1")
+        if self.mechanism != "none" and self.granularity == "token":
+            raise ValueError(
+                f"--mechanism {self.mechanism} needs one depth a sequence and does not go with --granularity token; "
+                "try --granularity sequence"
+            )
         if self.n_core and self.mu_rec < 1:
             raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
         self.mu_bwd = self.mu_bwd or math.ceil(self.mu_rec / 2)
@@ -101,14 +111,15 @@ class ModelConfig:
         return [i for i in range(self.n_layer()) if (self.n_layer() - 1 - i) % 2 == 0] if self.value_embeds else []
 
     def block_matmul(self) -> int:
-        """Weights of one block that multiply activations (norms, gates and tables are left out)."""
+        """Weights of one block that multiply activations (norms, gates, tables and mechanisms are left out)."""
         return 4 * self.d_model**2 + (3 if self.mlp == "swiglu" else 2) * self.d_model * self.d_mlp
 
     def flops_per_token(self, attention: str = "palm") -> float:
         """Training FLOPs per token, 2 N1 + 6 N2 + attention (paper, appendix "FLOP estimate"; Kaplan's count).
 
-        N1 are the effective parameters run without gradient, N2 those with; token and value tables count nothing, the
-        head counts. attention: "palm" takes 4 T D per layer and forward pass, "causal" half of that, "none" nothing.
+        N1 are the effective parameters run without gradient, N2 those with; token and value tables count nothing, nor
+        do a mechanism's gates and queries (below 1 % of a core layer at 140M); the head counts. attention: "palm" takes
+        4 T D per layer and forward pass, "causal" half of that, "none" nothing.
         """
         d, core = self.d_model, self.n_core * self.block_matmul()
         bwd = self.mu_rec if self.sampling == "poisson-full" else self.mu_bwd
@@ -128,14 +139,20 @@ def flag(name: str) -> str:
 
 
 def _presets() -> dict[str, ModelConfig]:
-    """Paper, tables "Model definitions"; the heads' width is 128 there. `tiny` is for two CPU cores."""
+    """Paper, tables "Model definitions"; the heads' width is 128 there. The `tiny` ones are for two CPU cores."""
     table = {}
     for size, d, layers in (("140m", 768, 2), ("370m", 1024, 4), ("770m", 1280, 6), ("1.3b", 1536, 8)):
         big = dict(vocab_size=32768, seq_len=2048, d_model=d, n_head=d // 128, d_mlp=4 * d)
         table[f"parcae-{size}"] = dict(big, n_prelude=layers, n_core=layers, n_coda=layers)
         table[f"transformer-{size}"] = dict(big, n_prelude=3 * layers, n_core=0, n_coda=0)
-    table["tiny"] = dict(embed_scale=16.0)
-    table["transformer-tiny"] = dict(n_prelude=3, n_core=0, n_coda=0, embed_scale=16.0)
+    for size, d, mlp, layers, mu in (("100m", 1024, 3520, 1, 16), ("350m", 2048, 7040, 2, 8), ("tiny", 128, 352, 1, 8)):
+        rdm = dict(d_model=d, d_mlp=mlp, n_core=layers, mu_rec=mu, mlp="swiglu", init="scaled")  # as Geiping et al.
+        rdm |= dict(qk_norm=False, value_embeds=False, prelude_norm=False, readout=False)
+        rdm |= {} if size == "tiny" else dict(vocab_size=65536, seq_len=2048, n_head=d // 128)
+        table[f"rdm-{size}"] = dict(rdm, injection="concat", block="resnorm")
+        table[f"parcae-rdm-{size}"] = rdm
+    table["tiny"] = {}
+    table["transformer-tiny"] = dict(n_prelude=3, n_core=0, n_coda=0)
     return {name: ModelConfig(**values) for name, values in table.items()}
 
 
@@ -300,6 +317,9 @@ class Model(nn.Module):
                 self.B = nn.Parameter(torch.empty(d, d))
             if cfg.injection == "concat":
                 self.W = nn.Parameter(torch.empty(d, 2 * d))  # [carry, write]
+        self.mechanism = None
+        if cfg.mechanism != "none":
+            self.mechanism = mechanisms.AttnRes(cfg) if cfg.mechanism == "attnres" else mechanisms.Hyper(cfg)
         angle = torch.outer(
             torch.arange(cfg.seq_len, dtype=torch.float32),
             cfg.rope_theta ** (-torch.arange(0, d // cfg.n_head, 2, dtype=torch.float32) / (d // cfg.n_head)),
@@ -327,6 +347,8 @@ class Model(nn.Module):
             part = name.removesuffix(".weight").split(".")[-1]
             if "norm" in name:
                 w = torch.ones(p.shape)
+            elif name.startswith("mechanism."):
+                w = self.mechanism.initial(part)
             elif name.startswith("ve."):
                 w = torch.randn(p.shape, generator=g)
             elif part in ("wte", "head_weight", "q", "k", "v", "fc", "up", "C", "W"):
@@ -369,7 +391,7 @@ class Model(nn.Module):
     def before(self, ids, keys):
         """ids (B, T), keys (B,) -> h_0, decay, write = gain ⊙ (B e) (B, T, D), core value rows: what a loop needs."""
         cfg = self.cfg
-        x = self.wte(ids).to(self.dtype) * cfg.embed_scale  # (B, T, D)
+        x = self.wte(ids).to(self.dtype)  # (B, T, D)
         x = self.run_blocks(x, 0, cfg.n_prelude, self.values(ids, 0, cfg.n_prelude))
         if cfg.n_core == 0:
             return x, None, None, []
@@ -435,8 +457,8 @@ class Model(nn.Module):
         return F.linear(x, (self.wte.weight if self.head_weight is None else self.head_weight).to(x.dtype))
 
     def compile_pieces(self, backend: str = "inductor") -> None:
-        """Replaces the pieces by compiled ones. core_step gets a graph for all rows of a micro-batch, one for any number
-        of active rows and one for a single row, each with and without gradient; then nothing is compiled again."""
+        """Replaces the pieces by compiled ones. core_step gets a graph for all rows of a micro-batch, one for any
+        number of active rows and one for a single row, each with and without gradient; then no more compiling."""
         self.before = torch.compile(self.before, dynamic=False, backend=backend)
         self.core_step = torch.compile(self.core_step, backend=backend)
         self.after_loss = torch.compile(self.after_loss, dynamic=False, backend=backend)
@@ -451,6 +473,8 @@ class Model(nn.Module):
         together and leave as they finish; with gradient they end together, and a row with k[i] < max(k) joins late.
         Such a row still holds h_0 (its n[i] is 0), so this is truncated backpropagation of each row by itself.
         """
+        if self.mechanism is not None:
+            return mechanisms.loop(self, h, decay, write, ve, n, k)
         with torch.no_grad():
             if n and n[0]:
                 h = h.clone()
@@ -510,6 +534,9 @@ class Model(nn.Module):
     def states(self, ids, depths: list[int], keys):
         """Yields (depth, h_depth (B, T, D)) for increasing depths; deeper states continue the shallower ones."""
         h, decay, write, ve = self.before(ids, keys)
+        if self.mechanism is not None:
+            yield from mechanisms.states(self, h, decay, write, ve, depths)
+            return
         done = 0
         for depth in sorted(set(depths)):
             for _ in range((depth - done) if self.cfg.n_core else 0):

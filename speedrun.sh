@@ -17,7 +17,7 @@ NPROC=${NPROC:-$([ "$GPUS" -gt 0 ] && echo "$GPUS" || echo 1)}          # proces
 SEED=${SEED:-0}                                                         # of weights, row order, depths, initial states
 DEPTHS=${DEPTHS:-1,2,4,8,16}                                            # loops at which validation loss is measured
 RUN=${RUN:-$PRESET-$(basename "$DATA")-s$SEED}                          # results go to runs/$RUN
-LONG_DOCS=${LONG_DOCS:-$([ "$PRESET" = tiny ] && echo split || echo crop)} # documents longer than a row, see dataloader.py
+LONG_DOCS=${LONG_DOCS:-$([ "$DATA" = stdlib ] && echo split || echo crop)}   # of long documents; crop is the paper's, and would drop 95 % of stdlib
 BUNDLE=${BUNDLE:-}                                                      # CORE task data: a zip or folder (default: fetched)
 PY=${PY:-}                                                              # a Python with the dependencies; else .venv is made
 
@@ -46,7 +46,7 @@ c = train.PRESETS.get(sys.argv[1]) or train.fail(f"PRESET={sys.argv[1]} is not o
 tokens, batch, *_ = train.recipe_of(sys.argv[1])
 print(c.vocab_size, c.seq_len, batch * c.seq_len, int(float(sys.argv[2] or tokens)))' "$PRESET" "$TOKENS") || exit 2
 WORK=data/$(basename "$DATA")-v$VOCAB
-ROWS=$WORK/rows-$SEQ
+ROWS=$WORK/rows-$SEQ-$LONG_DOCS
 OUT=runs/$RUN
 mkdir -p "$WORK" "$OUT"
 background=()

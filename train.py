@@ -85,14 +85,9 @@ def parse_args(argv=None):
     add("--tokens", type=float, default=None, help="training tokens (default: the recipe's)")
     add("--flops", type=float, default=None, help="training FLOPs; sets --tokens by the model's FLOPs per token")
     add("--batch-size", type=int, default=None, help="sequences per optimiser step (default: 256; tiny: 16)")
-    add(
-        "--device-batch-size",
-        type=int,
-        default=None,
-        help="sequences per forward pass and device (default: 32 at most)",
-    )
-    add("--optimizer", default=None, choices=("muon", "adamw"), help="muon: Muon for the blocks' matrices, AdamW for the "
-        "rest; adamw: AdamW without epsilon, updates clipped by tensor, for all, as RDMs use (default: the recipe's)")
+    add("--device-batch-size", type=int, default=None, help="sequences per forward pass and device (default: to 32)")
+    add("--optimizer", default=None, choices=("muon", "adamw"), help="muon: Muon for the blocks' matrices, AdamW for "
+        "the rest; adamw: AdamW without epsilon, updates clipped by tensor, for all (RDM) (default: the recipe's)")
     add("--muon-lr", type=float, default=None, help="peak learning rate of the matrices (default: the recipe's)")
     add("--adam-lr", type=float, default=None, help="peak learning rate of the rest (default: the recipe's)")
     add("--warmup", type=float, default=None, help="learning rates rise from 0 over this part of the run, or, above 1, "
@@ -102,7 +97,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=float, default=0.2, help="Muon's, cautious, falling linearly to 0")
     add("--clip", type=float, default=1.0, help="global gradient norm")
     add("--depth-stratified", action=on_off, default=False, help="stratified depths: same law, steadier mean")
-    add("--eval-every", type=int, default=0, help="steps between validations at mu_rec (default: 8 in a run)")
+    add("--eval-every", type=int, default=0, help="steps between validations at mu_rec (default: a fifth of the run)")
     add("--eval-tokens", type=float, default=None, help="validation tokens (default: 10.5e6; tiny: 131072)")
     add("--eval-depths", default=None, help="depths of the final validation, e.g. 1,2,4,8,16 (default: those)")
     add("--save-every", type=int, default=1000, help="steps between checkpoints; the last two and the final one stay")
@@ -169,7 +164,7 @@ def settle(args, cfg: ModelConfig, world: int) -> int:
     steps = round(args.tokens / (args.batch_size * cfg.seq_len))
     if steps < 1:
         fail(f"--tokens {args.tokens:g} is less than one step of {args.batch_size} × {cfg.seq_len} tokens")
-    args.eval_every = args.eval_every or max(1, steps // 8)
+    args.eval_every = args.eval_every or max(1, math.ceil(steps / 5))
     text = args.eval_depths or ("1,2,4,8,16" if cfg.n_core else "0")
     if not re.fullmatch(r"\d+(,\d+)*", text) or (cfg.n_core and "0" in text.split(",")):
         fail(f"--eval-depths {text} must be depths of at least 1 between commas, e.g. 1,2,4,8,16")
@@ -322,7 +317,7 @@ def validate(model, data: PackedData, sizes, depths: list, tokens: float, batch:
 
 def open_data(args, cfg: ModelConfig, rank: int, world: int):
     """-> (PackedData, its folder); refuses data of another length or vocabulary."""
-    folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}")
+    folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
     if not args.data and not (folder / "manifest.json").is_file() and rank == 0:
         prepare_stdlib(folder, cfg)
     if world > 1:

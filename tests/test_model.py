@@ -188,7 +188,7 @@ def naive_loss(model, ids, targets, keys, n, k):
 VARIANTS = [dict(injection=i) for i in CHOICES["injection"]] + [
     dict(gain="zoh"), dict(block="resnorm", mlp="swiglu", value_embeds=False, qk_norm=False, readout=False),
     dict(prelude_norm=False), dict(tie_embeddings=False),
-    dict(n_core=2, n_prelude=2, n_coda=2), dict(state_init="zero"), dict(state_init="normal"), dict(embed_scale=3.0),
+    dict(n_core=2, n_prelude=2, n_coda=2), dict(state_init="zero"), dict(state_init="normal"),
 ]  # fmt: skip
 
 

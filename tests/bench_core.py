@@ -90,9 +90,10 @@ def main():
         rate = len(depths) / t[name]
         print(f"{name}: {t[name]:.1f} s, {t[name + '_cpu']:.1f} core-s, {t['rows'] * rate:.1f} sequences/s, "
               f"{t['tokens'] * rate:,.0f} tokens/s")
-    print(f"{t['slow'] / t['fast']:.2f} times the slow loop (core-seconds: {t['slow_cpu'] / t['fast_cpu']:.2f}) at depth "
-          f"{args.depth}, context {model.cfg.seq_len}, {torch.get_num_threads()} threads; {t['tokens']:,} tokens -> "
-          f"{t['fed']:,}; {t['differ']} of {t['examples'] * len(depths)} answers differ, {t['near']} of them near ties")
+    print(f"{t['slow'] / t['fast']:.2f} times the slow loop ({t['slow_cpu'] / t['fast_cpu']:.2f} in core-seconds), "
+          f"depth {args.depth}, context {model.cfg.seq_len}, {torch.get_num_threads()} threads")
+    print(f"{t['tokens']:,} tokens became {t['fed']:,}; {t['differ']} of {t['examples'] * len(depths)} answers differ, "
+          f"{t['near']} of them near ties")
 
 
 if __name__ == "__main__":

@@ -273,19 +273,17 @@ LOG = """.304023 .009920 .320407 .510522 .258532 .600000 .285012 .620239 .296000
 .269565 .368939 .109524 .000000 .035478 .078542 .542813 .252300"""  # CORE accuracies of a public log, in table order
 
 
-@pytest.mark.parametrize("baselines, core", [("v1", 0.119520), ("v2", 0.0950)])
-def test_core_of_a_public_log(baselines, core):
-    entries = {}
-    for task, acc in zip(ce.TASKS[:22], map(float, LOG.split())):
-        work = SimpleNamespace(task=task, group=[0] * 1_000_000, gold=[0] * 1_000_000)
-        table = np.zeros((4, 1_000_000))
-        table[1, : round(acc * 1e6)] = 1
-        entries[task.label] = ce.entry(work, 8, {1: ({8: table}, dict.fromkeys(ce.ODD, 0))}, baselines, "parcae")
-    record = ce.summarise(SimpleNamespace(name="core", limit=None, tasks=ce.PANELS["core"]), entries)
-    assert record["aggregate"]["name"] == "CORE" and record["aggregate"]["tasks_done"] == 22
-    assert record["aggregate"]["mean"] == pytest.approx(core, abs=5e-6 if baselines == "v1" else 5e-5)
+@pytest.mark.parametrize("baselines, core, digits", [("v1", 0.119520, 6), ("v2", 0.0950, 4)])
+def test_core_of_a_public_log(baselines, core, digits, monkeypatch):
+    entries, panel = {}, SimpleNamespace(name="core", limit=None, tasks=ce.PANELS["core"])
+    for task, acc in zip(panel.tasks, map(float, LOG.split())):
+        monkeypatch.setattr(ce, "accuracy", lambda correct, group: acc)
+        result = {1: ({8: np.zeros((4, 1))}, dict.fromkeys(ce.ODD, 0))}
+        entries[task.label] = ce.entry(SimpleNamespace(task=task, group=[0], gold=[0]), 8, result, baselines, "parcae")
+    total = ce.summarise(panel, entries)["aggregate"]
+    assert total["name"] == "CORE" and total["tasks_done"] == 22 and round(total["mean"], digits) == core
     del entries["copa"]
-    record = ce.summarise(SimpleNamespace(name="core", limit=None, tasks=ce.PANELS["core"]), entries)
+    record = ce.summarise(panel, entries)
     assert record["aggregate"]["name"] == "mean of 21 of the 22 CORE tasks"
     assert "commonsense reasoning (2 of 3)" in record["categories_fine"] and "cloze LM" in record["categories_fine"]
 
@@ -331,7 +329,7 @@ def test_rows_and_spans_are_those_of_the_slow_renderer(enc, kind, protocol, labe
                     texts = ce.prompts(task, protocol, pool[i], [pool[j] for j in chosen])
                     fast, odd = ce.spans(task, protocol, [enc.encode_ordinary(t) for t in texts], bos, context)
                     want = slow_rows(task, protocol, slow_pool[slow_i], slow, enc, context)
-                    assert [x.tolist() for x, _ in fast] == [x for x, _, _ in want] and odd <= {"empty", "cut"}
+                    assert [x.tolist() for x, _ in fast] == [x for x, _, _ in want] and "not_prefix" not in odd
                     if "cut" not in odd:
                         assert [list(p) for _, p in fast] == [list(range(s - 1, e - 1)) for _, s, e in want]
                 position += 1
@@ -437,6 +435,7 @@ def test_blanks_are_kept_by_nanochat_and_stripped_by_dclm():
     assert ce.prompts(task_of("lm", 0), "lambada", lm, []) == ["25 - 9 = ", "25 - 9 =  16", "25 - 9 ="]
     schema = {"context_options": ["a ", "b"], "continuation": "c", "gold": 0}
     assert ce.prompts(task_of("schema", 0), "dclm", schema, []) == ["", "a ", "b", " c"]
+    assert ce.prompts(task_of("schema", 0, "\nAnswer: "), "dclm", schema, []) == ["", "a ", "b", " c"]
     assert ce.prompts(task_of("schema", 1), "dclm", schema, [schema]) == ["a  c", "\na ", "\nb", " c"]
 
 
@@ -467,7 +466,9 @@ def test_answers_longer_than_the_context_are_named(enc, net):
     rows = [{"query": "the", "choices": [long + " cat", "No " + long, "Yes"], "gold": 2}] * 4
     tables, odd = answers_of(net, enc, task_of("mc", 0), rows)
     want, _ = slow_task(net, enc, task_of("mc", 0), rows, "parcae", 1234, 2)
-    assert odd["cut"] == 4 and tables[2][0].tolist() == want
+    assert odd["cut"] == odd["cropped"] == 4 and tables[2][0].tolist() == want
+    found, _ = ce.spans(task_of("mc", 0), "parcae", [[5] + [7] * 51, [5] + [8] * 51], 0, 48)
+    assert [list(at) for _, at in found] == [[44, 45, 46]] * 2  # the first scored index became 2 - 5 = -3
     assert answers_of(net, enc, task_of("mc", 0), rows, "dclm")[1]["cut"] == 4
     lm = [{"context": "the", "continuation": long}]
     for protocol in ("parcae", "dclm", "lambada"):
@@ -706,6 +707,17 @@ def test_user_mistakes_end_in_one_line(run, tmp_path, capsys, monkeypatch):
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text + "\n")
     refused(capsys, start(path=other), "is not the tokenizer")
+
+
+def test_compiled_pieces_are_left_alone(enc, net):
+    """train.py compiles methods of the model for its own shapes; the evaluation takes them off and puts them back."""
+    rows, before = make_rows("mc", 12), net.before
+    want = ce.evaluate(net, enc, panel_of(task_of("mc"), rows), [2], [1])
+    net.before = lambda *a: pytest.fail("a compiled piece was called")
+    piece = net.before
+    assert ce.evaluate(net, enc, panel_of(task_of("mc"), rows), [2], [1]) == want and net.before is piece
+    del net.before
+    assert net.before == before
 
 
 def test_what_no_seed_changes_is_computed_once(enc, monkeypatch):

@@ -87,29 +87,36 @@ def sample_depths(cfg, seed: int, step: int, batch: int, stratified: bool = Fals
     (seed, step, sequence in the step). `stratified` draws one value from each of `batch` equal strata, in random order:
     the marginal law of a sequence is unchanged, the mean over the step varies far less.
     """
-    index = np.arange(batch)
-    if cfg.granularity == "batch":
-        index = index // BATCH_GROUP
-    if cfg.granularity == "token":
-        index = index[:, None] * cfg.seq_len + np.arange(cfg.seq_len)
-    u = uniforms(sequence_key(seed, SEED_DEPTH, step), index)
+    tokens = cfg.seq_len if cfg.granularity == "token" else 1
+    draws = -(-batch // BATCH_GROUP) if cfg.granularity == "batch" else batch * tokens
+    index, key = np.arange(draws), sequence_key(seed, SEED_DEPTH, step)
+    u = uniforms(key, index)
     if stratified:
-        order = np.argsort(np.argsort(uniforms(sequence_key(seed, SEED_DEPTH, step, 1), index), axis=None))
-        u = (order.reshape(u.shape) + u) / u.size
-    rec, bwd = cfg.mu_rec, cfg.mu_bwd
+        u = (np.argsort(uniforms(sequence_key(key, 1), index)) + u) / draws
+    n, k = loops(cfg, u, uniforms(sequence_key(key, 2), index))
+    if cfg.granularity == "batch":
+        return np.repeat(n, BATCH_GROUP)[:batch], np.repeat(k, BATCH_GROUP)[:batch]
+    return (n, k) if tokens == 1 else (n.reshape(batch, tokens), k.reshape(batch, tokens))
+
+
+def loops(cfg, u: np.ndarray, v: np.ndarray):
+    """(n, k) by inverse CDF: u in (0, 1) decides the depth; v the rate of the log-normal scheme."""
+    rec, bwd = cfg.mu_rec, np.full(u.shape, cfg.mu_bwd)
     if cfg.n_core == 0:
-        return np.zeros_like(index), np.zeros_like(index)
+        return np.zeros_like(bwd), np.zeros_like(bwd)
     if cfg.sampling == "fixed":
-        return np.full_like(index, rec - bwd), np.full_like(index, bwd)
-    if cfg.sampling == "poisson-fill":  # Geiping et al.: always bwd loops with gradient
-        return poisson_quantile(u, rec - bwd), np.full_like(index, bwd)
-    if cfg.sampling == "poisson-lognormal-fill":
-        g = math.sqrt(2) * torch.erfinv(
-            torch.from_numpy(2 * uniforms(sequence_key(seed, SEED_DEPTH, step, 2), index) - 1)
-        )
-        rate = np.exp(0.5 * g.numpy() + math.log(max(rec - bwd, 1e-9)) - 0.125)  # sigma = 1/2
-        return poisson_quantile(u, rate) + 1, np.full_like(index, bwd)
+        return rec - bwd, bwd
+    if cfg.sampling == "poisson-fill":  # Geiping et al.: always mu_bwd loops with gradient
+        return poisson_quantile(u, rec - cfg.mu_bwd), bwd
+    if cfg.sampling == "poisson-lognormal-fill":  # sigma = 1/2; mean n is mu_rec - mu_bwd + 1
+        normal = math.sqrt(2) * torch.erfinv(torch.from_numpy(2 * v - 1)).numpy()
+        return poisson_quantile(u, np.exp(0.5 * normal - 0.125) * (rec - cfg.mu_bwd)) + 1, bwd
     depth = np.maximum(1, poisson_quantile(u, rec))
     if cfg.sampling == "poisson-full":
         return np.zeros_like(depth), depth
     return np.maximum(depth - bwd, 0), np.minimum(depth, bwd)
+
+
+def deepest(cfg, rows: int):
+    """(n, k) of rows as deep as one draw in ten million is: what memory must be enough for."""
+    return loops(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 0.999))

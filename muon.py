@@ -176,9 +176,12 @@ class MuonAdamW:
                 gathers.append(all_gather(b["data"], b["p"], async_op=True))
         for work in gathers:
             work.wait()
+        self.zero_grad()
+        return out
+
+    def zero_grad(self) -> None:
         for b in self.buffers:
             b["grad"].zero_()
-        return out
 
     # -- state, by parameter name, so that no file belongs to a rank ---------------------------------------------------
 

@@ -100,6 +100,18 @@ for gain in $GAINS; do
         --tokens "$RECIPE_TOKENS" --eval-depths "$DEPTHS" --dtype "$DTYPE" --resume
 done
 
+if [ "$GPUS" -gt 0 ] || [ -n "$BUNDLE" ]; then # on a CPU a reduced panel, a few minutes
+    for run in "${arms[@]}"; do
+        say "CORE: $run"
+        "${launch[@]}" core_eval.py "$run" ${BUNDLE:+--bundle "$BUNDLE"} $([ "$GPUS" -gt 0 ] || echo --max-per-task 20 --seeds 1234)
+    done
+else
+    say "CORE: left out; give its task data as BUNDLE=eval_bundle.zip to evaluate a reduced panel on this CPU"
+fi
+
 say "report"
 "$PY" report.py "${arms[@]}" --out "$OUT"
-echo "next: change the loop in model.py (Model.inject), then: python train.py --data $ROWS --out runs/mine && python report.py $OUT/euler runs/mine --out runs/mine"
+set -- $GAINS
+echo "next: change the loop in model.py (Model.inject), then train and compare with the same data and seed:"
+echo "  $PY train.py --preset $PRESET --data $ROWS --seed $SEED --tokens $RECIPE_TOKENS --dtype $DTYPE --out runs/mine"
+echo "  $PY report.py $OUT/$1 runs/mine --out runs/mine"

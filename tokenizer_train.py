@@ -5,22 +5,22 @@
 
 Text is cut into words by a GPT-4-style pattern with digit groups of at most two and no normalisation; merges never
 cross words. The three specials are the last ids and count inside the vocabulary. No validation document is trained on.
-Lone surrogates, which UTF-8 cannot hold, become U+FFFD (a pair becomes its character), in training and in encoding.
 The file: {"version", "pattern", "ranks": [base64 of token 0, 1, …], "specials": {name: id}, "checksum"}.
 Source: byte-pair encoding, arXiv 1508.07909.
 """
 
 import argparse
 import base64
-import hashlib
-import os
+import contextlib
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
-from dataloader import fail, find_sources, read_checked, run_cli, texts, write_checked
+from corpus import fail, file_hash, find_sources, run_cli, texts
+from dataloader import read_checked, write_checked
 
 BOS, EOS, PAD = SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 PATTERN = (
@@ -28,30 +28,23 @@ PATTERN = (
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"  # punctuation, line ends, white space
 )
 PIECE = 65_536  # characters given to the regex engine at once: it overflows its stack on a run of 1M blanks
+tokenizer_hash = file_hash  # packed data and checkpoints name their tokenizer by it
 
 
 def load_tokenizer(path):
     """The tokenizer file as a tiktoken.Encoding; a damaged file ends the program with one line."""
     import tiktoken
 
-    data = read_checked(path, "train it again") or fail(f"no tokenizer at {path}; python tokenizer_train.py makes one")
+    data = read_checked(path) or fail(f"no tokenizer at {path}; python tokenizer_train.py makes one")
     ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}
     return tiktoken.Encoding("bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=data["specials"])
-
-
-def tokenizer_hash(path):
-    """sha256 of the file: packed data and checkpoints name their tokenizer by it."""
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def token_bytes(enc):
     """Byte length of every id from the raw token bytes, 0 for specials: (V,) int32. Decoding to text first would
     miscount the tokens that hold only part of a character."""
-    sizes = np.zeros(enc.n_vocab, np.int32)
-    for token in range(enc.n_vocab - len(SPECIALS)):
-        sizes[token] = len(enc.decode_single_token_bytes(token))
-    return sizes
+    ordinary = range(enc.n_vocab - len(SPECIALS))
+    return np.array([len(enc.decode_single_token_bytes(i)) for i in ordinary] + [0] * len(SPECIALS), np.int32)
 
 
 def encode(enc, text):
@@ -82,16 +75,15 @@ def train_bpe(documents, vocab_size):
 
 
 def save_tokenizer(path, ranks):
-    specials = {name: len(ranks) + i for i, name in enumerate(SPECIALS)}
-    ranks = [base64.b64encode(token).decode() for token in ranks]
-    write_checked(path, {"version": 1, "pattern": PATTERN, "ranks": ranks, "specials": specials})
+    data = {"version": 1, "pattern": PATTERN, "ranks": [base64.b64encode(token).decode() for token in ranks]}
+    write_checked(path, data | {"specials": {name: len(ranks) + i for i, name in enumerate(SPECIALS)}})
 
 
 def training_texts(units, holdout, max_chars, doc_cap, kept):
     """Training documents, each cut to doc_cap characters, until max_chars; the first 1M characters are also kept."""
     total = 0
     for _, paths in units:
-        for text, _ in texts(paths, "train", holdout, Counter()):
+        for text in texts(paths, "train", holdout, Counter()):
             text = text[:doc_cap]
             if total < 1_000_000:
                 kept.append(text)
@@ -102,40 +94,31 @@ def training_texts(units, holdout, max_chars, doc_cap, kept):
 
 
 def public_encodings(seconds=20.0):
-    """GPT-2's and cl100k's encodings if tiktoken has or can fetch them in time, else the reason; never hangs."""
+    """GPT-2's and cl100k's encodings, those that tiktoken has or can fetch in time; tiktoken itself has no time-out."""
     import tiktoken
 
     found = {}
 
-    def load(name):
-        try:
-            found[name] = tiktoken.get_encoding(name)
-        except Exception as e:  # no network, a proxy's page instead of the file, an unwritable cache: all the same here
-            found[name] = f"{type(e).__name__}: {e}"
+    def load():
+        with contextlib.suppress(Exception):  # no network, a proxy's page, an unwritable cache: all the same here
+            for name in ("gpt2", "cl100k_base"):
+                found[name] = tiktoken.get_encoding(name)
 
-    threads = [threading.Thread(target=load, args=(name,), daemon=True) for name in ("gpt2", "cl100k_base")]
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    return {name: found.get(name, f"no answer in {seconds:g} s") for name in ("gpt2", "cl100k_base")}
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return dict(found)
 
 
 def print_compression(enc, train, val):
     """Bytes per token, ours beside the public tokenizers': higher is shorter sequences."""
     public = public_encodings()
-    absent = {name: reason for name, reason in public.items() if isinstance(reason, str)}
     for name, other in {f"this tokenizer ({enc.n_vocab:,})": enc, **public}.items():
-        if name in absent:
-            continue
-        ratios = []
-        for docs in (train, val):
-            tokens = sum(len(encode(other, doc)) for doc in docs)
-            ratios.append(f"{sum(len(doc.encode()) for doc in docs) / tokens:.3f}" if tokens else "no text")
-        print(f"  {name}: {ratios[0]} train, {ratios[1]} validation")
-    if absent:
-        print(f"  {', '.join(absent)}: not loaded ({next(iter(absent.values())).splitlines()[0][:90]})")
+        tokens = [sum(len(encode(other, doc)) for doc in docs) for docs in (train, val)]
+        ratios = [sum(len(doc.encode()) for doc in docs) / max(1, n) for docs, n in zip((train, val), tokens)]
+        print(f"{name}: {ratios[0]:.3f} bytes per token on training text, {ratios[1]:.3f} on validation")
+    if len(public) < 2:
+        print("GPT-2's or cl100k's could not be fetched")
 
 
 def main(argv=None):
@@ -156,11 +139,10 @@ def main(argv=None):
     ranks, _ = train_bpe(training_texts(units, holdout, args.max_chars, args.doc_cap, train), args.vocab_size)
     if len(ranks) + len(SPECIALS) < args.vocab_size:
         fail(f"{args.data} yields only {len(ranks) + len(SPECIALS)} tokens; give more text or a smaller --vocab-size")
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     save_tokenizer(args.out, ranks)
     print(f"{args.out}: {args.vocab_size:,} entries in {time.time() - start:.1f} s, {tokenizer_hash(args.out)[:12]}")
-    val = [text for text, _ in texts(val_unit[1], "val", holdout, Counter())][:1000]
-    print("bytes per token:")
+    val = [text for text in texts(val_unit[1], "val", holdout, Counter())][:1000]
     print_compression(load_tokenizer(args.out), train, val)
 
 

@@ -33,9 +33,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from dataloader import PackedData, fail, run_cli, write_atomic
-from depth import SEED_EVAL, SEED_STATE, sample_depths, sequence_key
+from depth import SEED_EVAL, SEED_STATE, deepest, sample_depths, sequence_key
 from model import CHOICES, PRESETS, Model, ModelConfig, discretise, flag, parameter_count
 from muon import MuonAdamW
 from tokenizer_train import load_tokenizer, token_bytes
@@ -85,7 +86,8 @@ def parse_args(argv=None):
     add("--tokens", type=float, default=None, help="training tokens (default: the recipe's)")
     add("--flops", type=float, default=None, help="training FLOPs; sets --tokens by the model's FLOPs per token")
     add("--batch-size", type=int, default=None, help="sequences per optimiser step (default: 256; tiny: 16)")
-    add("--device-batch-size", type=int, default=None, help="sequences per forward pass and device (default: to 32)")
+    add("--device-batch-size", type=int, default=None, help="sequences per forward pass and device (default: 32, or "
+        "what is found to fit)")
     add("--optimizer", default=None, choices=("muon", "adamw"), help="muon: Muon for the blocks' matrices, AdamW for "
         "the rest; adamw: AdamW without epsilon, updates clipped by tensor, for all (RDM) (default: the recipe's)")
     add("--muon-lr", type=float, default=None, help="peak learning rate of the matrices (default: the recipe's)")
@@ -107,10 +109,8 @@ def parse_args(argv=None):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of activations; auto: measured")
     add("--compile", default="auto", choices=("auto", "on", "off"), help="torch.compile (auto: on GPUs)")
-    add("--loss-chunk", type=int, default=None, help="tokens whose logits are held at once; 0: all (default: CPU 1024)")
-    add(
-        "--checkpoint-loops", action=on_off, default=False, help="recompute each loop in the backward pass: less memory"
-    )
+    add("--loss-chunk", type=int, default=None, help="tokens whose logits exist at once; 0: all (default: by memory)")
+    add("--checkpoint-loops", action=on_off, default=False, help="recompute loops in the backward pass: less memory")
     add("--wandb", action="store_true", help="also log to Weights & Biases, if installed")
     return p.parse_args(argv)
 
@@ -136,7 +136,6 @@ def settle(args, cfg: ModelConfig, world: int) -> int:
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     small = args.preset.endswith("tiny")
     args.eval_tokens = args.eval_tokens or (131072 if small else 10.5e6)
-    args.loss_chunk = (1024 if args.device == "cpu" else 0) if args.loss_chunk is None else args.loss_chunk
     if args.tokens is not None and args.flops is not None:
         fail("--tokens and --flops both set the length of the run; give one of them")
     if args.flops is not None:
@@ -199,6 +198,57 @@ def probe_dtype() -> tuple[str, str]:
     ratio = seconds[torch.float32] / seconds[torch.bfloat16]
     name = "bfloat16" if ratio > 1.3 else "float32"
     return name, f"{name}: bfloat16 matrix products run at {ratio:.1f} times float32's speed on this processor"
+
+
+def choose_attention(cfg: ModelConfig, rows: int) -> str:
+    """Keeps the faster of cuDNN's and FlashAttention's kernels for this process's attention; -> which, and why."""
+    switches = {"cuDNN": torch.backends.cuda.enable_cudnn_sdp, "Flash": torch.backends.cuda.enable_flash_sdp}
+    shape = (rows, cfg.n_head, cfg.seq_len, cfg.d_model // cfg.n_head)
+    q = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ms = {}
+    for name in switches:
+        for other, switch in switches.items():
+            switch(other == name)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        try:
+            for i in range(13):
+                if i == 3:
+                    start.record()
+                F.scaled_dot_product_attention(q, q, q, is_causal=True).backward(q)
+            end.record()
+            torch.cuda.synchronize()
+            ms[name] = start.elapsed_time(end) / 10
+        except RuntimeError:  # no such kernel for this shape or card
+            pass
+    best = min(ms, key=ms.get, default=None)
+    for name, switch in switches.items():
+        switch(best in (name, None))
+    return f"{best}: " + ", ".join(f"{k} {v:.2f} ms" for k, v in ms.items()) if ms else "torch's choice, both failed"
+
+
+def probe_memory(model: Model, rows: int, given: bool, batch: int, world: int, device) -> int:
+    """Device batch that fits: one forward and backward at the deepest depth to be expected, on every rank.
+
+    Unless the user gave it, it shrinks until all ranks have room.
+    """
+    cfg = model.cfg
+    while True:
+        fits = torch.ones((), device=device)
+        try:
+            ids = torch.zeros(rows, cfg.seq_len, dtype=torch.int64, device=device)
+            model.loss(ids, ids, ids[:, 0], *deepest(cfg, rows))[0].backward()
+        except torch.OutOfMemoryError:
+            fits.zero_()
+        if world > 1:
+            dist.all_reduce(fits, dist.ReduceOp.MIN)
+        if fits:
+            return rows
+        smaller = next((b for b in range(rows // 2, 0, -1) if batch % (world * b) == 0), 0)
+        if given or not smaller:
+            fail(f"--device-batch-size {rows} does not fit the device's memory at the deepest depth; "
+                 f"try --device-batch-size {max(1, smaller)}, with --checkpoint-loops if that is 1")  # fmt: skip
+        torch.cuda.empty_cache()
+        rows = smaller
 
 
 def deal(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
@@ -423,6 +473,7 @@ def main(argv=None):
     cfg = model_config(args)
     rank, world, device = distributed(args.device)
     say = print if rank == 0 else (lambda *a, **k: None)
+    rows_given = args.device_batch_size is not None
     steps = settle(args, cfg, world)
     data, folder = open_data(args, cfg, rank, world)
     why = "given"
@@ -452,8 +503,9 @@ def main(argv=None):
     run = Path(args.out)
 
     # 2. model and optimiser
+    B, T = args.batch_size, cfg.seq_len
     model = Model(cfg)
-    model.dtype, model.loss_chunk = getattr(torch, args.dtype), args.loss_chunk
+    model.dtype, model.loss_chunk = getattr(torch, args.dtype), args.loss_chunk or 0
     model.checkpoint_loops = args.checkpoint_loops
     state = newest_checkpoint(run) if again else None
     first = state["step"] if state else 0
@@ -472,11 +524,20 @@ def main(argv=None):
     if state:
         opt.load_state_dict(state["optimizer"])
     state = None
+    if args.loss_chunk is None:  # a quarter of a GPU's memory for a micro-batch's logits and their gradient is too much
+        large = 4 * args.device_batch_size * cfg.seq_len * cfg.vocab_size
+        room = torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 0
+        model.loss_chunk = 0 if large < room else 8192 if room else 1024
     if compiled:
         model.compile_pieces()
+    if device.type == "cuda":
+        say(f"attention: {choose_attention(cfg, args.device_batch_size)}")
+        args.device_batch_size = probe_memory(model, args.device_batch_size, rows_given, B, world, device)
+        opt.zero_grad()
+        say(f"memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the deepest depth to be expected")
 
     # 3. what will happen
-    B, T, local, micro = args.batch_size, cfg.seq_len, args.batch_size // world, args.device_batch_size
+    local, micro = B // world, args.device_batch_size
     depths = [int(d) for d in args.eval_depths.split(",")]
     sizes = torch.from_numpy(token_bytes(load_tokenizer(folder / "tokenizer.json"))).to(device)
     say(f"{run.name}: {config['params']:,} parameters, {cfg.flops_per_token() / 1e6:,.0f} MFLOPs a token")

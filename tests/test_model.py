@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from depth import hashed_normal, poisson_quantile, sample_depths, sequence_key, uniforms
+from depth import deepest, hashed_normal, poisson_quantile, sample_depths, sequence_key, uniforms
 from model import (
     CHOICES,
     PRESETS,
@@ -357,6 +357,15 @@ def test_stratified_marginal_is_exact_for_every_sequence():
     assert chi2 < keep.sum() + 5 * math.sqrt(2 * keep.sum())
 
 
+@pytest.mark.parametrize("sampling", CHOICES["sampling"])
+def test_no_draw_of_a_long_run_is_deeper_than_the_probe(sampling):
+    """3,000 steps of 256: every (n, k) is at most what memory is probed with, and the probe is not absurd."""
+    c = dataclasses.replace(PRESETS["parcae-140m"], sampling=sampling)
+    n, k = deepest(c, 2)
+    draws = [sample_depths(c, 5, s, 256) for s in range(3000)]
+    assert max(d[0].max() for d in draws) <= n[0] <= 60 and max(d[1].max() for d in draws) <= k[0] <= 30
+
+
 def test_poisson_quantile_inverts_the_distribution_function():
     for mean in (0.5, 4.0, 20.0):
         cdf = np.cumsum([poisson_pmf(k, mean) for k in range(60)])
@@ -378,8 +387,10 @@ def test_other_schemes_have_their_means_and_gradient_loops(sampling, law):
 
 def test_batch_granularity_shares_a_depth_among_32_rows():
     c = dataclasses.replace(PRESETS["parcae-140m"], granularity="batch")
-    depth = sum(sample_depths(c, 0, 0, 256)).reshape(8, 32)
-    assert (depth == depth[:, :1]).all() and len(set(depth[:, 0])) > 1
+    for stratified in (False, True):
+        depth = sum(sample_depths(c, 0, 0, 256, stratified)).reshape(8, 32)
+        assert (depth == depth[:, :1]).all() and len(set(depth[:, 0])) > 1
+    assert len(sum(sample_depths(c, 0, 0, 40))) == 40
 
 
 def test_initial_state_is_a_truncated_normal_and_depends_on_key_and_place_only():

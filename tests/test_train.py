@@ -242,6 +242,22 @@ def test_deal_gives_every_sequence_once_and_ranks_equal_work():
     assert np.mean(worst) < 1.005
 
 
+def test_memory_probe_shrinks_to_what_fits_and_refuses_what_was_asked_for(capsys):
+    class Small(Model):  # a device with room for five rows
+        def loss(self, ids, *rest):
+            if len(ids) > 5:
+                raise torch.OutOfMemoryError("full")
+            return super().loss(ids, *rest)
+
+    model = Small(dataclasses.replace(PRESETS["tiny"], vocab_size=300, seq_len=32, d_model=32, d_mlp=64))
+    model.init_weights(0)
+    assert train.probe_memory(model, 16, False, 48, 1, "cpu") == 4
+    assert train.probe_memory(model, 9, False, 36, 1, "cpu") == 4  # of 36 rows: 4 divides, 9 // 2 does too
+    with pytest.raises(SystemExit):
+        train.probe_memory(model, 16, True, 48, 1, "cpu")
+    assert "try --device-batch-size 8" in capsys.readouterr().err
+
+
 def test_first_step_loss_equals_the_model_by_hand(base, packed):
     """Step 1 rebuilt from (seed, step) alone: rows, depths, keys, initial weights."""
     cfg = dataclasses.replace(PRESETS["tiny"], vocab_size=300, seq_len=32, d_model=32, d_mlp=64)

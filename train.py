@@ -37,6 +37,7 @@ import torch.nn.functional as F
 
 from dataloader import PackedData, fail, run_cli, write_atomic
 from depth import SEED_EVAL, SEED_STATE, deepest, sample_depths, sequence_key
+from dynamics import spectra
 from model import CHOICES, PRESETS, Model, ModelConfig, discretise, flag, parameter_count
 from muon import MuonAdamW
 from tokenizer_train import load_tokenizer, token_bytes
@@ -555,6 +556,8 @@ def main(argv=None):
         model.eval()
         result = validate(model, data, sizes, at, args.eval_tokens, micro, rank, world, device)
         model.train()
+        if log and looped:
+            more |= spectra(model)
         if log:
             log.record({"kind": "eval", "step": step, "tokens": step * B * T, **result, **more})
         losses = "  ".join(f"{d}: {v:.4f}" for d, v in result["loss"].items())

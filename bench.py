@@ -13,7 +13,6 @@ every loop and keeps the live ones, as the reference implementation does; the ot
 import argparse
 import dataclasses
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from dataloader import fail, run_cli, write_atomic
 from depth import sample_depths, sequence_key
 from model import PRESETS, Model
 from muon import MuonAdamW
-from train import PEAK, deal, probe_dtype
+from train import PEAK, deal, probe_dtype, processor
 
 WARM_UP = 3  # rounds
 
@@ -40,7 +39,7 @@ class Variant:
         self.model.init_weights(0)
         self.model.to(args.device)
         self.model.dtype = getattr(torch, args.dtype)
-        self.model.loss_chunk = 1024 if args.device == "cpu" else 0
+        self.model.loss_chunk = 256 if args.device == "cpu" else 0
         compiled = args.device == "cuda"
         self.opt = MuonAdamW(self.model.named_parameters(), self.model.muon_parameters(), compile=compiled)
         if compiled:
@@ -141,7 +140,7 @@ def main():
     if args.rounds < 1:
         fail(f"--rounds {args.rounds} must be at least 1")
     args.dtype = args.dtype or ("bfloat16" if cuda else probe_dtype()[0])
-    name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else processor()
     peak = next((v for k, v in PEAK.items() if k in name), None)
     cfg, flat = PRESETS[args.preset], PRESETS["transformer-" + args.preset.removeprefix("parcae-")]
     kinds = {

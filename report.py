@@ -244,7 +244,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, the reference first")
     parser.add_argument("--out", type=Path, help="for report.md and figures (default: the runs' common parent)")
+    parser.add_argument("--dynamics", action="store_true", help="measure the loop's norms and spectra instead")
     args = parser.parse_args()
+    if args.dynamics:
+        import dynamics
+
+        return dynamics.main([*map(str, args.runs), *(["--out", str(args.out)] if args.out else [])])
     common = Path(os.path.commonpath([path.resolve().parent for path in args.runs]))
     runs = [{**read_run(path), "name": str(path.resolve().relative_to(common))} for path in args.runs]
     out = args.out or (args.runs[0] if len(runs) == 1 or common == Path(common.anchor) else common)

@@ -248,9 +248,9 @@ def fit(args):
         result["test_time"] = fit_curves(deep, rng)
     for name, (free, gamma) in LAWS.items():
         data = deep if "Z" in free else train
-        have, need = [len({r[k] for r in data}) for k in ("run", "mu_rec", "budget")], [len(free) + 1, 3, 2]
+        have, need = [len({r[k] for r in data}) for k in ("run", "n_eff", "tokens", "budget")], [len(free) + 1, 3, 3, 2]
         if any(h < n for h, n in zip(have, need)):
-            left.append((name, f"not fitted: runs, mu_rec, budgets are {have}; it needs {need}"))
+            left.append((name, f"not fitted: different runs, N, D, budgets: {have}; it needs {need}"))
         else:
             result[name] = fit_law(data, rng, free, gamma)
     print(*summary(result), sep="\n")
@@ -318,7 +318,7 @@ def plan(args):
 def figures(result, train, out):
     from matplotlib.figure import Figure
     for name, draw, panels in (("isoflop", draw_isoflop, 3), ("train", draw_law, 2), ("test_time", draw_curves, 1)):
-        if name in result:
+        if name in result and result[name].get("budgets", True):
             fig = Figure(figsize=(4.8 * panels, 4.2), dpi=140, layout="constrained")
             draw(fig.subplots(1, panels), result[name], train)
             for ax in fig.axes:
@@ -393,6 +393,9 @@ def main(argv=None):
     add("--preset", choices=PRESETS, required=True, help="model")
     add("--fit", type=Path, help="fit.json of your own runs (default: the paper's coefficients)")
     args = parser.parse_args(argv)
+    for name in ("flops", "mfu"):
+        if getattr(args, name, None) is not None and not 0 < getattr(args, name) < math.inf:
+            fail(f"--{name} {getattr(args, name)} must be a positive number")
     {"plan": plan, "fit": fit, "advise": advise}[args.command](args)
 
 

@@ -52,21 +52,7 @@ RECIPES = {  # tokens, sequences a step, AdamW and Muon peak learning rates, opt
     "rdm-350m": (10e9, 256, 2e-4, 0, "adamw", 4096, 4096),
     "rdm-tiny": (2.2e6, 16, 1e-3, 0, "adamw", 50, 0.5),
 }
-PEAK = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "4090": 165e12,
-    "L40": 181e12,
-}  # dense bf16 FLOP/s
-
-
-def recipe_of(preset: str) -> tuple:
-    """The RECIPES entry whose name ends the preset's."""
-    return next(RECIPES[name] for name in sorted(RECIPES, key=len, reverse=True) if preset.endswith(name))
-
-
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "4090": 165e12}  # dense bf16 FLOP/s
 BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
 # flags that may change when a run is continued; all others decide its numbers
 FREE = {"out", "resume", "stop_at", "save_every", "log_every", "device_batch_size", "compile", "wandb", "data",
@@ -116,13 +102,19 @@ def parse_args(argv=None):
     return p.parse_args(argv)
 
 
+def recipe_of(preset: str) -> tuple:
+    """The RECIPES entry whose name ends the preset's."""
+    return next(RECIPES[name] for name in sorted(RECIPES, key=len, reverse=True) if preset.endswith(name))
+
+
 def model_config(args) -> ModelConfig:
     preset = dataclasses.asdict(PRESETS[args.preset])
     given = {f: getattr(args, f) for f in preset if getattr(args, f) is not None}
     if "mu_rec" in given and "mu_bwd" not in given:
         preset["mu_bwd"] = 0  # half of mu_rec again, not of the preset's
-    if preset["n_core"] == 0 and given.keys() & {"gain", "injection", "mu_rec", "mu_bwd", "sampling", "granularity"}:
-        names = " ".join(flag(f) for f in given if f in {"gain", "injection", "mu_rec", "mu_bwd", "sampling"})
+    loop = {"gain", "injection", "mu_rec", "mu_bwd", "sampling", "granularity", "mechanism", "streams"}
+    if preset["n_core"] == 0 and given.keys() & loop:
+        names = " ".join(flag(f) for f in given if f in loop)
         fail(f"{names} has no meaning for --preset {args.preset}, which has no loop; try --preset tiny or parcae-140m")
     try:
         return ModelConfig(**preset | given)
@@ -132,43 +124,38 @@ def model_config(args) -> ModelConfig:
 
 def settle(args, cfg: ModelConfig, world: int) -> int:
     """Fills in the defaults that depend on others, checks the ranges; returns the number of steps."""
-    tokens, *recipe = recipe_of(args.preset)
-    for name, value in zip(("batch_size", "adam_lr", "muon_lr", "optimizer", "warmup", "cooldown"), recipe):
-        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    small = args.preset.endswith("tiny")
-    args.eval_tokens = args.eval_tokens or (131072 if small else 10.5e6)
     if args.tokens is not None and args.flops is not None:
         fail("--tokens and --flops both set the length of the run; give one of them")
     if args.flops is not None:
         args.tokens = args.flops / cfg.flops_per_token()
-    args.tokens = args.tokens or tokens
+    names = ("tokens", "batch_size", "adam_lr", "muon_lr", "optimizer", "warmup", "cooldown", "eval_tokens")
+    for name, value in zip(names, (*recipe_of(args.preset), 131072 if args.preset.endswith("tiny") else 10.5e6)):
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     for name, low, high in (("warmup", 0, math.inf), ("cooldown", 0, math.inf), ("clip", 1e-9, math.inf),
-                            ("weight_decay", 0, math.inf),
-                            ("muon_lr", 0, math.inf), ("adam_lr", 0, math.inf), ("batch_size", 1, 1 << 20),
-                            ("save_every", 1, math.inf), ("log_every", 1, math.inf), ("eval_every", 0, math.inf),
-                            ("eval_tokens", cfg.seq_len, math.inf), ("loss_chunk", 0, math.inf),
-                            ("tokens", 1, math.inf), ("seed", 0, (1 << 63) - 1), ("stop_at", 1, math.inf)):  # fmt: skip
+                            ("weight_decay", 0, math.inf), ("device_batch_size", 1, 1 << 20), ("muon_lr", 0, math.inf),
+                            ("adam_lr", 0, math.inf), ("batch_size", 1, 1 << 20), ("save_every", 1, math.inf),
+                            ("log_every", 1, math.inf), ("eval_every", 0, math.inf), ("loss_chunk", 0, math.inf),
+                            ("eval_tokens", cfg.seq_len, math.inf), ("tokens", 1, math.inf),
+                            ("seed", 0, (1 << 63) - 1), ("stop_at", 1, math.inf)):  # fmt: skip
         value = getattr(args, name)
-        if value is not None and not low <= value <= high:
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
             fail(f"{flag(name)} {value} is out of range: it must lie in [{low:g}, {high:g}]")
-    if args.batch_size % world:
-        fail(f"--batch-size {args.batch_size} is not a multiple of the {world} ranks; "
-             f"try {-(-args.batch_size // world) * world}")  # fmt: skip
-    args.device_batch_size = args.device_batch_size or next(
-        b for b in range(min(32, args.batch_size // world), 0, -1) if args.batch_size % (world * b) == 0
-    )
+    most = max(1, min(32, args.batch_size // world))
+    fitting = (b for b in range(most, 0, -1) if args.batch_size % (world * b) == 0)
+    args.device_batch_size = args.device_batch_size or next(fitting, most)
     unit = world * args.device_batch_size
-    if args.device_batch_size < 1 or args.batch_size % unit:
+    if args.batch_size % unit:
         fail(f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = {world} × "
-             f"{args.device_batch_size}; try {max(1, -(-args.batch_size // max(1, unit))) * max(1, unit)}")  # fmt: skip
+             f"{args.device_batch_size}; try {-(-args.batch_size // unit) * unit}")  # fmt: skip
     steps = round(args.tokens / (args.batch_size * cfg.seq_len))
     if steps < 1:
         fail(f"--tokens {args.tokens:g} is less than one step of {args.batch_size} × {cfg.seq_len} tokens")
     args.eval_every = args.eval_every or max(1, math.ceil(steps / 5))
-    text = args.eval_depths or ("1,2,4,8,16" if cfg.n_core else "0")
-    if not re.fullmatch(r"\d+(,\d+)*", text) or (cfg.n_core and "0" in text.split(",")):
+    text = args.eval_depths or "1,2,4,8,16"
+    if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text):
         fail(f"--eval-depths {text} must be depths of at least 1 between commas, e.g. 1,2,4,8,16")
-    args.eval_depths = ",".join(map(str, sorted({int(d) for d in text.split(",")} | {cfg.mu_rec})))
+    depths = {int(d) for d in text.split(",")} | {cfg.mu_rec} if cfg.n_core else {0}
+    args.eval_depths = ",".join(map(str, sorted(depths)))
     return steps
 
 
@@ -277,16 +264,23 @@ def schedule(step: int, steps: int, warmup: float, cooldown: float) -> tuple[flo
 def environment() -> dict:
     """Versions and source state, for config.json."""
 
-    def git(*command):  # fmt: skip
+    def git(*command):
         out = subprocess.run(("git", *command), capture_output=True, text=True, cwd=Path(__file__).parent)
         return out.stdout.strip() if out.returncode == 0 else None
 
     return {
         "git": {"commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD")},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        "machine": f"{processor()}, {os.cpu_count()} cores"
         + (f", {torch.cuda.device_count()} × {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
     }
+
+
+def processor() -> str:
+    """The CPU's name, as far as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def compare(old: dict, new: dict) -> list[str]:
@@ -402,7 +396,11 @@ def prepare_run(args, config: dict) -> bool:
     if run.exists() and not args.resume:
         fail(f"{run} exists; add --resume to continue it, or name another with --out")
     again = old.is_file()
-    if again and (diff := compare(json.loads(old.read_text()), config)):
+    try:
+        diff = compare(json.loads(old.read_text()), config) if again else []
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        fail(f"{old} is damaged ({type(e).__name__}: {e}); restore it, or name another run with --out")
+    if diff:
         fail(f"{run} was begun with other settings: {', '.join(diff)}; repeat them, or name another with --out")
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -419,7 +417,10 @@ class Log:
 
     def __init__(self, run: Path, config: dict, args, device, first: int):
         self.config, self.every, self.device, self.run = config, args.log_every, device, run
-        self.file = open(run / "log.jsonl", "a")
+        path = run / "log.jsonl"
+        torn = path.is_file() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+        self.file = open(path, "a")
+        self.file.write("\n" * bool(torn))  # a line that a kill cut off must not run into the next
         self.began = self.last = time.perf_counter()
         self.recent, self.bar, self.wandb = deque(maxlen=50), None, None
         name = torch.cuda.get_device_name() if device.type == "cuda" else ""
@@ -528,7 +529,7 @@ def main(argv=None):
     if args.loss_chunk is None:  # a quarter of a GPU's memory for a micro-batch's logits and their gradient is too much
         large = 4 * args.device_batch_size * cfg.seq_len * cfg.vocab_size
         room = torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 0
-        model.loss_chunk = 0 if large < room else 8192 if room else 1024
+        model.loss_chunk = 0 if large < room else 8192 if room else 256
     if compiled:
         model.compile_pieces()
     if device.type == "cuda":

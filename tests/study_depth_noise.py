@@ -39,7 +39,7 @@ def main():
     p.add_argument("--batch-size", type=int, default=32)
     args = p.parse_args()
     model, _, config = load_run(args.run)
-    model.loss_chunk = 1024
+    model.loss_chunk = 256
     data = PackedData(config["data"]["path"])
     print("rows, depths: variance of the gradient over its squared mean; standard deviation of the mean depth")
     for name, fixed in (("rows vary", False), ("depth only", True)):

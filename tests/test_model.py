@@ -9,14 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from depth import deepest, hashed_normal, poisson_quantile, sample_depths, sequence_key, uniforms
-from model import (
-    CHOICES,
-    PRESETS,
-    Model,
-    ModelConfig,
-    discretise,
-    parameter_count,
-)
+from model import CHOICES, PRESETS, Model, ModelConfig, attend, discretise, parameter_count
 
 SMALL = ModelConfig(vocab_size=64, seq_len=16, d_model=32, n_head=2, d_mlp=48, mu_rec=5)
 
@@ -483,6 +476,15 @@ def test_bfloat16_loses_no_gradient():
     for name, g in exact.items():
         if g.norm() > 0:
             assert (rounded[name] - g).norm() < 0.1 * g.norm(), name
+
+
+def test_short_attention_equals_torchs_to_bfloat16():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 40, 16, generator=g) for _ in range(3))
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    ours = attend(*(t.bfloat16() for t in (q, k, v))).double()
+    torchs = F.scaled_dot_product_attention(*(t.bfloat16() for t in (q, k, v)), is_causal=True).double()
+    assert (ours - want).norm() < 2 * (torchs - want).norm() < 0.02 * want.norm()
 
 
 def test_checkpointed_loops_give_the_same_gradients():

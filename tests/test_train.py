@@ -184,6 +184,8 @@ REFUSED = {
     "--mu-bwd 9": "--mu-bwd 9 exceeds --mu-rec 8",
     "--n-head 3": "--n-head 3",
     "--tokens 10": "--tokens 10 is less than one step",
+    "--tokens 0": "--tokens 0.0 is out of range",
+    "--device-batch-size 0": "--device-batch-size 0 is out of range",
     "--tokens 1e6 --flops 1e12": "--tokens and --flops both",
     "--cooldown -1": "--cooldown -1.0 is out of range",
     "--eval-depths 1,x": "--eval-depths 1,x must be depths",

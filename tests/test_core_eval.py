@@ -30,27 +30,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def slow_shots(protocol, seed, n, k):
     """Indices of the shots of every example."""
-    out = []
-    if protocol == "dclm":
-        rng = random.Random(seed)
-        k = min(k, n - 1)
-        for i in range(n):
-            if k == 0:
-                out.append([])
-                continue
-            s = set(rng.sample(list(range(n)), k))
-            if i in s:
-                s.remove(i)
-                while True:
-                    j = rng.choice(list(range(n)))
-                    if j != i and j not in s:
-                        break
-                s.add(j)
-            out.append([j for j in s])
-        return out
+    out, rng, everything = [], random.Random(seed), list(range(n))
     for i in range(n):
-        others = [j for j in range(n) if j != i]
-        out.append(random.Random(seed + i).sample(others, k) if k else [])
+        if protocol != "dclm":
+            out.append(random.Random(seed + i).sample([j for j in everything if j != i], k) if k else [])
+            continue
+        s = set(rng.sample(everything, min(k, n - 1)))
+        if i in s:
+            s.remove(i)
+            j = i
+            while j == i or j in s:
+                j = rng.choice(everything)
+            s.add(j)
+        out.append([j for j in s])
     return out
 
 
@@ -59,14 +51,9 @@ def slow_examples(task, rows, protocol, limit=None):
     if protocol != "dclm":
         rows = list(rows)
         random.Random(1337).shuffle(rows)
-        if limit:
-            rows = rows[:limit]
+        rows = rows[:limit] if limit else rows
         return [(rows, i) for i in range(len(rows))]
-    clean = []
-    for row in rows:
-        clean.append({})
-        for k, v in row.items():
-            clean[-1][k] = v.strip() if isinstance(v, str) else v
+    clean = [{k: v.strip() if isinstance(v, str) else v for k, v in row.items()} for row in rows]
     if task.label not in ("jeopardy", "mmlu_zeroshot", "mmlu_fewshot", "bbq"):
         return [(clean, i) for i in range(min(limit or len(clean), len(clean)))]
     out, names = [], sorted(set(r["category"] for r in clean))
@@ -273,19 +260,23 @@ LOG = """.304023 .009920 .320407 .510522 .258532 .600000 .285012 .620239 .296000
 .269565 .368939 .109524 .000000 .035478 .078542 .542813 .252300"""  # CORE accuracies of a public log, in table order
 
 
-@pytest.mark.parametrize("baselines, core, digits", [("v1", 0.119520, 6), ("v2", 0.0950, 4)])
-def test_core_of_a_public_log(baselines, core, digits, monkeypatch):
-    entries, panel = {}, SimpleNamespace(name="core", limit=None, tasks=ce.PANELS["core"])
-    for task, acc in zip(panel.tasks, map(float, LOG.split())):
-        monkeypatch.setattr(ce, "accuracy", lambda correct, group: acc)
-        result = {1: ({8: np.zeros((4, 1))}, dict.fromkeys(ce.ODD, 0))}
-        entries[task.label] = ce.entry(SimpleNamespace(task=task, group=[0], gold=[0]), 8, result, baselines, "parcae")
-    total = ce.summarise(panel, entries)["aggregate"]
-    assert total["name"] == "CORE" and total["tasks_done"] == 22 and round(total["mean"], digits) == core
+
+def test_core_of_a_public_log():
+    tasks = ce.PANELS["core"]
+    panel = SimpleNamespace(name="core", limit=None, tasks=tasks)
+    for baselines, core, digits in (("v1", 0.119520, 6), ("v2", 0.0950, 4)):
+        base = [t.baseline[baselines] for t in tasks]
+        scores = [(float(acc) - b) / (1 - b) for acc, b in zip(LOG.split(), base)]
+        found = [{"centered": ce.spread({"1": x, "2": x + i % 3})} for i, x in enumerate(scores)]
+        entries = dict(zip([t.label for t in tasks], found))
+        total = ce.summarise(panel, entries)["aggregate"]
+        assert total["name"] == "CORE" and round(total["per_seed"]["1"], digits) == core
+        other = core + 21 / 22  # a deviation is the population's, and that of the means
+        assert total["std"] == pytest.approx((other - core) / 2) and total["tasks_done"] == 22
     del entries["copa"]
     record = ce.summarise(panel, entries)
-    assert record["aggregate"]["name"] == "mean of 21 of the 22 CORE tasks"
-    assert "commonsense reasoning (2 of 3)" in record["categories_fine"] and "cloze LM" in record["categories_fine"]
+    assert record["aggregate"]["name"] == "21 of the 22 tasks of CORE"
+    assert "2 of the 3 tasks of commonsense reasoning" in record["categories_fine"]
 
 
 def test_table_is_the_published_panels():
@@ -299,15 +290,12 @@ def test_table_is_the_published_panels():
 
 
 @pytest.mark.parametrize("protocol", ["parcae", "nanochat", "dclm"])
-@pytest.mark.parametrize("n, shots", [(2, 1), (3, 0), (12, 10), (40, 5), (300, 10)])
-def test_shots_are_those_of_the_slow_sampler(protocol, n, shots):
-    for seed in (1234, 2345):
-        assert list(ce.shot_indices(protocol, seed, n, shots)) == slow_shots(protocol, seed, n, shots)
-
-
-def test_dclm_takes_fewer_shots_where_the_pool_is_small():
-    assert list(ce.shot_indices("dclm", 1234, 5, 10)) == slow_shots("dclm", 1234, 5, 10)
-    assert all(len(chosen) == 4 and i not in chosen for i, chosen in enumerate(ce.shot_indices("dclm", 1234, 5, 10)))
+def test_shots_are_those_of_the_slow_sampler(protocol):
+    for n, shots in ((2, 1), (3, 0), (12, 10), (40, 5), (300, 10)):
+        for seed in (1234, 2345):
+            assert list(ce.shot_indices(protocol, seed, n, shots)) == slow_shots(protocol, seed, n, shots)
+    few = list(ce.shot_indices("dclm", 1234, 5, 10))  # it takes fewer where the pool is small
+    assert few == slow_shots("dclm", 1234, 5, 10) and all(len(s) == 4 and i not in s for i, s in enumerate(few))
 
 
 @pytest.mark.parametrize("kind", ["mc", "schema", "lm"])
@@ -427,25 +415,12 @@ def test_blanks_are_kept_by_nanochat_and_stripped_by_dclm():
     shot = {"query": "s\n", "choices": ["n", " m"], "gold": 1}
     task = task_of("mc", 1, "\nAnswer: ")
     assert ce.prompts(task, "nanochat", row, [shot])[0] == "s\n\nAnswer:  m\n\nq \n\nAnswer:  x"
-    strip = lambda r: ce.pools(task, [r], "dclm", None)[0][0][0]
-    assert ce.prompts(task, "dclm", strip(row), [strip(shot)]) == ["s\nAnswer:  m", "\nq\nAnswer:", " x", " y"]
-    assert ce.prompts(task, "dclm", strip(row), [], blank="")[1:] == ["q\nAnswer:", " x", "y"]
-    lm = {"context": "25 - 9 = ", "continuation": " 16"}
-    assert ce.prompts(task_of("lm", 0), "parcae", lm, []) == ["25 - 9 =", "25 - 9 =  16"]
-    assert ce.prompts(task_of("lm", 0), "lambada", lm, []) == ["25 - 9 = ", "25 - 9 =  16", "25 - 9 ="]
+    (clean, _), = ce.pools(task, [row, shot], "dclm", None)
+    assert ce.prompts(task, "dclm", clean[0], clean[1:]) == ["s\nAnswer:  m", "\nq\nAnswer:", " x", " y"]
+    assert ce.prompts(task, "dclm", clean[0], [], blank="")[1:] == ["q\nAnswer:", " x", "y"]
     schema = {"context_options": ["a ", "b"], "continuation": "c", "gold": 0}
-    assert ce.prompts(task_of("schema", 0), "dclm", schema, []) == ["", "a ", "b", " c"]
     assert ce.prompts(task_of("schema", 0, "\nAnswer: "), "dclm", schema, []) == ["", "a ", "b", " c"]
     assert ce.prompts(task_of("schema", 1), "dclm", schema, [schema]) == ["a  c", "\na ", "\nb", " c"]
-
-
-def test_schema_scores_the_common_suffix_or_the_continuation(enc):
-    row = {"context_options": ["the cat saw", "the dog saw"], "continuation": "bread", "gold": 0}
-    for protocol, scored in (("parcae", " saw bread"), ("dclm", " bread")):
-        texts = ce.prompts(task_of("schema", 0), protocol, row, [])
-        found, _ = ce.spans(task_of("schema", 0), protocol, [enc.encode_ordinary(t) for t in texts], 0, 99)
-        for tokens, at in found:
-            assert enc.decode(tokens[at.start + 1 : at.stop + 1].tolist()) == scored
 
 
 def test_an_empty_continuation_is_right_and_named(enc):
@@ -475,40 +450,31 @@ def test_answers_longer_than_the_context_are_named(enc, net):
         assert answers_of(net, enc, task_of("lm", 0), lm, protocol)[1]["cut"] == 1
 
 
+def entry_of(model, enc, panel, depth=2, seed=1234):
+    entries = {depth: {}}
+    assert list(ce.evaluate(model, enc, panel, [depth], [seed], entries)) == [t.label for t in panel.tasks]
+    return entries[depth][panel.tasks[0].label]
+
+
 def test_dclm_averages_over_categories(enc):
     rows = [{"context": "the", "continuation": "cat", "category": "big"}] * 5
     rows = [*rows, {"context": "the", "continuation": "dog", "category": "small"}]
-    model, panel = Scripted(prefer(enc, ("the", " cat"))), None
     for protocol, mean in (("dclm", 0.5), ("parcae", 5 / 6)):
         panel = panel_of(ce.TASKS[1]._replace(shots=0, delim=" "), rows, protocol)
-        entry = ce.evaluate(model, enc, panel, [2], [1234])[2]["tasks"]["jeopardy"]
-        assert entry["accuracy"]["mean"] == pytest.approx(mean, abs=1e-7)
-
-
-def test_deviation_is_the_populations_and_that_of_the_means(enc):
-    entries = {}
-    for task, accs in zip(ce.TASKS[:22], np.random.default_rng(0).random((22, 3))):
-        entries[task.label] = {"centered": ce.spread(dict(zip("abc", accs.tolist())))}
-    total = ce.aggregate("core", entries)
-    per_seed = [sum(e["centered"]["per_seed"][s] for e in entries.values()) / 22 for s in "abc"]
-    mean = sum(per_seed) / 3
-    assert total["mean"] == pytest.approx(mean)
-    assert total["std"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in per_seed) / 3))
+        found = entry_of(Scripted(prefer(enc, ("the", " cat"))), enc, panel)
+        assert found["accuracy"]["mean"] == pytest.approx(mean, abs=1e-7)
 
 
 def test_lambada_perplexity_is_that_of_the_slow_sum(enc, net):
     rows = [{"context": "the cat sat on", "continuation": "bread "}, {"context": "saw a dog ", "continuation": " barn"}]
-    panel = panel_of(ce.TASKS[9], rows, "lambada")
-    panel.name = "lambada"
-    record = ce.evaluate(net, enc, panel, [3], [7])[3]
-    nats = 0.0
+    found, nats = entry_of(net, enc, panel_of(ce.TASKS[9], rows, "lambada"), 3, 7), 0.0
     for i, start in enumerate((4, 4)):  # four words; three words and a blank
         whole = enc.encode_ordinary(rows[i]["context"] + " " + rows[i]["continuation"].strip())
         key = torch.tensor([sequence_key(7, SEED_EVAL, 9, i)])
         logp = net.head(net.hidden(torch.tensor([whole[:-1]]), 3, key)).log_softmax(-1)[0]
         nats -= sum(logp[t - 1, whole[t]].item() for t in range(start, len(whole)))
-    assert record["aggregate"]["mean"] == pytest.approx(math.exp(nats / 2), rel=1e-5)
-    assert record["aggregate"]["name"] == "LAMBADA perplexity"
+    total = ce.summarise(SimpleNamespace(name="lambada", limit=None, tasks=ce.TASKS[9:10]), {"lambada_openai": found})
+    assert total["aggregate"]["mean"] == found["perplexity"]["mean"] == pytest.approx(math.exp(nats / 2), rel=1e-5)
 
 
 # ---- bundles
@@ -552,7 +518,7 @@ def test_what_cannot_be_run_is_named(tmp_path):
     files["reading_comprehension/squad.jsonl"] = files["reading_comprehension/squad.jsonl"][:10]
     path = write_bundle(tmp_path / "b.zip", files)
     missing = ce.load_panel(path).missing
-    assert set(missing) == {"copa", "squad"} and "10 shots need more than 10" in missing["squad"]
+    assert set(missing) == {"copa", "squad"} and "10 shots need more than the 10" in missing["squad"]
     assert set(ce.load_panel(path, protocol="dclm").missing) == {"copa"}
     assert "boolq" in ce.load_panel(path, limit=10).missing and "boolq" not in ce.load_panel(path, limit=11).missing
 
@@ -585,15 +551,14 @@ def test_download_resumes_and_is_checked(tmp_path, capsys):
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
     from threading import Thread
 
-    noise = {"noise.jsonl": random.Random(0).randbytes(400_000)}
-    body, asked, mode = write_bundle(tmp_path / "src.zip", noise).read_bytes(), [], {"cut": True}
+    body = write_bundle(tmp_path / "src.zip", {"noise.jsonl": random.Random(0).randbytes(400_000)}).read_bytes()
+    asked, mode = [], {"cut": True}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            start = int((self.headers.get("Range") or "bytes=0-")[6:-1])
-            asked.append(start)
-            data = mode.get("body", body)[start:]
-            self.send_response((206 if data else 416) if start else 200)
+            asked.append(int(self.headers["Range"][6:-1]))
+            data = mode.get("body", body)[asked[-1] :]
+            self.send_response(206 if data else 416)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data[: len(data) // 2] if mode.pop("cut", None) else data)
@@ -604,16 +569,14 @@ def test_download_resumes_and_is_checked(tmp_path, capsys):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     url, path = f"http://127.0.0.1:{server.server_port}/b.zip", tmp_path / "data" / "b.zip"
-    with pytest.raises(SystemExit):
-        ce.fetch_bundle(path, url)  # the connection ends half way
+    refused(capsys, lambda: ce.fetch_bundle(path, url), "cannot fetch", "continues")  # the connection ends half way
     ce.fetch_bundle(path, url)
     assert path.read_bytes() == body and asked[0] == 0 and len(body) // 2 - 2**16 < asked[1] <= len(body) // 2
+    path.rename(f"{path}.part")  # whole, but stopped before it got its name
     ce.fetch_bundle(path, url)
-    assert len(asked) == 2  # once is enough
-    path.write_bytes(body + b"x")
-    capsys.readouterr()
-    refused(capsys, lambda: ce.fetch_bundle(path, url), "has changed")
+    assert path.read_bytes() == body
     mode["body"] = b"<html>not here</html>"
+    capsys.readouterr()
     refused(capsys, lambda: ce.fetch_bundle(tmp_path / "c.zip", url), "did not send a zip", "--bundle")
     server.shutdown()
     server.server_close()
@@ -649,30 +612,27 @@ def program(run, *flags, ranks=0):
 
 
 def test_program_writes_results_and_skips_what_is_done(run, monkeypatch):
-    out = program(run, "--depth", "1,2", "--seeds", "5,6")
+    out, file = program(run, "--depth", "1,2", "--seeds", "5,6"), run / "core_core_parcae.json"
     assert out.returncode == 0 and "written" in out.stdout and "CORE" in out.stdout, out.stderr
-    first = json.loads((run / "core_core_parcae.json").read_text())
+    first = json.loads(file.read_text())
     assert {"panel", "protocol", "baselines", "bundle_sha256", "max_per_task", "command", "date"} <= set(first)
     record = first["depths"]["2"]
-    assert record["aggregate"]["name"] == "CORE" and set(record["per_seed"]) == {"5", "6"}
+    assert record["aggregate"]["name"] == "CORE" and set(record["aggregate"]["per_seed"]) == {"5", "6"}
     assert len(record["tasks"]) == 22 and first["dtype"] == "float32" and len(record["categories_fine"]) == 9
-    csv = (run / "core_core_parcae.csv").read_text().splitlines()
+    csv = file.with_suffix(".csv").read_text().splitlines()
     assert len(csv) == 1 + 2 * 23 and csv[0].startswith("depth,task,accuracy")
 
     # a second start computes what is missing, and keeps the rest
     seen, real = [], ce.prepare
     monkeypatch.setattr(ce, "prepare", lambda task, *a: seen.append(task.label) or real(task, *a))
-    monkeypatch.setattr(sys, "argv", ["core_eval.py", str(run), "--bundle", str(run.parent / "b.zip")])
-    sys.argv += ["--seeds", "5,6", "--depth", "2"]
+    flags = ["--bundle", str(run.parent / "b.zip"), "--seeds", "5,6", "--depth", "2"]
+    monkeypatch.setattr(sys, "argv", ["core_eval.py", str(run), *flags])
     ce.main()
-    assert not seen
-    record = json.loads((run / "core_core_parcae.json").read_text())["depths"]
-    assert record == first["depths"]
-    part = dict(first["depths"]["2"], tasks={"copa": first["depths"]["2"]["tasks"]["copa"]})
-    (run / "core_core_parcae.json").write_text(json.dumps(dict(first, depths={"2": part})))
+    assert not seen and json.loads(file.read_text())["depths"] == first["depths"]
+    part = dict(record, tasks={"copa": record["tasks"]["copa"]})
+    file.write_text(json.dumps(dict(first, depths={"2": part})))
     ce.main()
-    assert "copa" not in seen and len(set(seen)) == 21
-    assert json.loads((run / "core_core_parcae.json").read_text())["depths"]["2"] == first["depths"]["2"]
+    assert "copa" not in seen and len(set(seen)) == 21 and json.loads(file.read_text())["depths"]["2"] == record
     seen.clear()
     sys.argv += ["--max-per-task", "12"]
     ce.main()
@@ -695,41 +655,13 @@ def test_user_mistakes_end_in_one_line(run, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["core_eval.py", str(path), "--bundle", str(run.parent / "b.zip"), *flags])
         return ce.main
 
-    refused(capsys, start("--depth", "two"), "--depth two")
-    refused(capsys, start("--depth", "0"), "--depth 0")
-    refused(capsys, start("--seeds", "1,,2"), "--seeds 1,,2")
-    refused(capsys, start("--max-per-task", "-1"), "--max-per-task -1")
+    for flag, value in (("--depth", "two"), ("--depth", "0"), ("--seeds", "1,,2")):
+        refused(capsys, start(flag, value), f"{flag} {value}")
     refused(capsys, start(path=tmp_path), "config.json")
-    other = tmp_path / "other"
-    other.mkdir()
     for file in run.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    text = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(text + "\n")
-    refused(capsys, start(path=other), "is not the tokenizer")
-
-
-def test_compiled_pieces_are_left_alone(enc, net):
-    """train.py compiles methods of the model for its own shapes; the evaluation takes them off and puts them back."""
-    rows, before = make_rows("mc", 12), net.before
-    want = ce.evaluate(net, enc, panel_of(task_of("mc"), rows), [2], [1])
-    net.before = lambda *a: pytest.fail("a compiled piece was called")
-    piece = net.before
-    assert ce.evaluate(net, enc, panel_of(task_of("mc"), rows), [2], [1]) == want and net.before is piece
-    del net.before
-    assert net.before == before
-
-
-def test_what_no_seed_changes_is_computed_once(enc, monkeypatch):
-    """Scripted models have no random state: 0-shot tasks run once and stand for every seed, others follow the shots."""
-    calls, real = [], ce.run_task
-    monkeypatch.setattr(ce, "run_task", lambda *a: calls.append((a[1].task.kind, a[4])) or real(*a))
-    tasks = [task_of("lm", 0, label="zero"), task_of("mc", 2, label="few")]
-    panel = SimpleNamespace(name="core", protocol="parcae", limit=None, tasks=tasks, missing={},
-                            rows={"zero": make_rows("lm", 5), "few": make_rows("mc", 5)})  # fmt: skip
-    record = ce.evaluate(even(enc), enc, panel, [1], [3, 4])[1]
-    assert calls == [("lm", 3), ("mc", 3), ("mc", 4)]
-    assert set(record["tasks"]["zero"]["accuracy"]["per_seed"]) == {"3", "4"}
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text((run / "tokenizer.json").read_text() + "\n")
+    refused(capsys, start(path=tmp_path), "is not the tokenizer")
 
 
 @pytest.mark.skipif("EVAL_BUNDLE" not in os.environ, reason="EVAL_BUNDLE is not set")
@@ -737,19 +669,15 @@ def test_what_no_seed_changes_is_computed_once(enc, monkeypatch):
 def test_every_real_task_parses_and_renders(enc, protocol):
     panel = ce.load_panel(os.environ["EVAL_BUNDLE"], "core-extended", protocol)
     assert len(panel.rows) >= 44
-    for label, rows in panel.rows.items():
-        task = next(t for t in ce.TASKS if t.label == label)
+    for task in (t for t in panel.tasks if t.label in panel.rows):
+        rows, flat = panel.rows[task.label], []
+        for pool, count in ce.pools(task, rows, protocol, None):
+            chosen = list(ce.shot_indices(protocol, 1234, len(pool), task.shots))
+            flat += [(pool[i], [pool[j] for j in chosen[i]]) for i in range(count)]
         examples = slow_examples(task, rows, protocol)
-        made, shots = ce.pools(task, rows, protocol, None), {}
-        flat = [(pool, i) for pool, count in made for i in range(count)]
-        assert len(flat) == len(examples) == len(rows)
-        chosen = [c for pool, _ in made for c in ce.shot_indices(protocol, 1234, len(pool), task.shots)]
-        for at in (0, 1, len(rows) // 2, len(rows) - 1):
-            pool, i = examples[at]
-            if id(pool) not in shots:
-                shots[id(pool)] = slow_shots(protocol, 1234, len(pool), task.shots) if len(pool) < 3000 else None
-            few = shots[id(pool)][i] if shots[id(pool)] else chosen[at]
-            want = slow_rows(task, protocol, pool[i], [pool[j] for j in few], enc, 2048)
-            texts = ce.prompts(task, protocol, flat[at][0][flat[at][1]], [flat[at][0][j] for j in chosen[at]])
-            found, odd = ce.spans(task, protocol, [enc.encode_ordinary(t) for t in texts], enc.n_vocab - 3, 2048)
-            assert [x.tolist() for x, _ in found] == [x for x, _, _ in want] and not odd & {"not_prefix"}
+        assert [row for row, _ in flat] == [pool[i] for pool, i in examples]
+        for row, shots in (flat[i] for i in (0, 1, len(rows) // 2, len(rows) - 1)):
+            texts = [enc.encode_ordinary(t) for t in ce.prompts(task, protocol, row, shots)]
+            found, odd = ce.spans(task, protocol, texts, enc.n_vocab - 3, 2048)
+            want = slow_rows(task, protocol, row, shots, enc, 2048)
+            assert [x.tolist() for x, _ in found] == [x for x, _, _ in want] and "not_prefix" not in odd

@@ -495,7 +495,7 @@ def main(argv=None):
         "device": args.device,
         "dtype": args.dtype,
         "ranks": world,
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         **environment(),
     }
     told = [prepare_run(args, config), args.dtype] if rank == 0 else [None, None]

@@ -185,7 +185,7 @@ def probe_dtype() -> tuple[str, str]:
         seconds[dtype] = sorted(times)[4]
     ratio = seconds[torch.float32] / seconds[torch.bfloat16]
     name = "bfloat16" if ratio > 1.3 else "float32"
-    return name, f"{name}: bfloat16 matrix products run at {ratio:.1f} times float32's speed on this processor"
+    return name, f"bfloat16 matrix products run at {ratio:.1f} times float32's speed on this processor"
 
 
 def choose_attention(cfg: ModelConfig, rows: int) -> str:

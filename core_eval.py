@@ -383,7 +383,8 @@ def evaluate(model, enc, panel, depths, seeds, entries, baselines="v1", device="
     todo = [t for t in panel.tasks if t.label in panel.rows and not all(t.label in entries[d] for d in depths)]
     texts = lambda task: min(panel.limit or 2**62, len(panel.rows[task.label])) * (1 + task.shots) * len(seeds)
     style = "{percentage:3.0f}% |{bar:40}| {elapsed} gone, {remaining} left"
-    bar = tqdm(total=sum(map(texts, todo)) + 1, disable=rank > 0 or not (show and sys.stderr.isatty()), bar_format=style)
+    hidden = rank > 0 or not show or not sys.stderr.isatty()
+    bar = tqdm(total=sum(map(texts, todo)) + 1, disable=hidden, bar_format=style)
     with bar, ThreadPoolExecutor(1) as ahead:
         coming = [ahead.submit(encode, task) for task in todo[:1]]
         for j, task in enumerate(todo):

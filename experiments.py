@@ -1,7 +1,7 @@
 """The comparisons of the sources: each a list of train.py runs, ending in the source's table with our numbers beside.
 
     python experiments.py gains --scale tiny --seeds 0,1,2                     # CPU, text of Python's own library
-    python experiments.py gains --scale 140m --data data/fineweb-edu/packed-2048 --ranks 8 --only 0.2B
+    python experiments.py gains --scale 140m --data data/fineweb-edu-v32768/rows-2048-crop --ranks 8 --only 0.2B
     python experiments.py stability --lr-scale 8 -- --batch-size 32            # what follows -- goes to every train.py
     python experiments.py components --dry-run                                 # only prints the commands
 
@@ -407,7 +407,7 @@ def parse_args(argv):
     if args.lr_scale <= 0 or (args.tokens is not None and args.tokens <= 0) or args.ranks < 1:
         fail(f"--lr-scale {args.lr_scale}, --tokens {args.tokens} and --ranks {args.ranks} must be positive")
     if args.scale != "tiny" and not args.data and not args.dry_run:
-        fail(f"--scale {args.scale} needs --data, a folder of packed rows, e.g. --data data/fineweb-edu/packed-2048")
+        fail(f"--scale {args.scale} needs --data, e.g. --data data/fineweb-edu-v32768/rows-2048-crop")
     args.seeds = list(dict.fromkeys(map(int, args.seeds.split(","))))
     args.out = args.out or Path(f"results/{args.name}-{args.scale}")
     return args

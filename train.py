@@ -416,7 +416,7 @@ class Log:
     """Rank 0's record of a run: log.jsonl with every step, lines or a progress bar on the screen, optionally wandb."""
 
     def __init__(self, run: Path, config: dict, args, device, first: int):
-        self.config, self.every, self.device, self.run = config, args.log_every, device, run
+        self.config, self.every, self.device = config, args.log_every, device
         path = run / "log.jsonl"
         torn = path.is_file() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self.file = open(path, "a")

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from checkpoint import load_run
 from dataloader import PackedData, fail, file_hash, first_line, run_cli, write_atomic
 from depth import SEED_EVAL, sequence_key
-from model import load_run
 from tokenizer_train import BOS, load_tokenizer, token_bytes, tokenizer_hash
 
 URL, CACHE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip", Path("data/eval_bundle.zip")

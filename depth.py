@@ -46,12 +46,15 @@ def uniforms(key: int, index: np.ndarray) -> np.ndarray:
     return ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
-def hashed_normal(key: torch.Tensor, tokens: int, width: int, std: float, cut: float = 3.0) -> torch.Tensor:
+def hashed_normal(key: torch.Tensor, tokens: int, width: int, std: float, cut: float = 3.0, at=None) -> torch.Tensor:
     """Truncated normal of standard deviation `std` before the cut at ±cut·std, by inverse CDF of a hash.
 
     key (B,) int64 -> (B, tokens, width) float32; a value depends on (key, token, channel) only, not on B or tokens.
+    at (B, tokens) int64: the tokens' positions, if they are not 0, 1, …
     """
     index = torch.arange(tokens * width, device=key.device, dtype=torch.int64)
+    if at is not None:
+        index = (at[..., None] * width + index[:width]).flatten(1)
     z = key[:, None] + index * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number; products wrap
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687  # the mask makes the shift a logical one
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from checkpoint import load_run
 from dataloader import PackedData, fail, run_cli, write_atomic
 from depth import SEED_EVAL, sequence_key
-from model import discretise, load_run
+from model import discretise
 from report import figure, fmt, read_log, table
 
 SPECTRA = {"rho": "ρ(Ā)", "carry_norm": "‖Ā‖", "write_norm": "‖B̄‖", "readout_norm": "‖C‖"}  # norms are spectral

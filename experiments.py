@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 
 import train
+from checkpoint import load_run
 from dataloader import fail, run_cli, write_atomic
 from dynamics import spectra
-from model import load_run
 from report import depth_panel, figure, fmt, paired_interval, read_run, table
 
 ROOT = Path(__file__).resolve().parent

@@ -14,10 +14,9 @@ Shapes: B rows, T tokens, D width, H heads, K = D / H, V vocabulary, M MLP width
 To try another loop, edit `Model.inject` or `Model.core_step`.
 """
 
-import json
+import functools
 import math
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -223,7 +222,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = Linear(d, d), Linear(d, d), Linear(d, d), Linear(d, d)
         self.gate = Linear(min(32, d), cfg.n_head) if value_gate else None
 
-    def forward(self, x, cos, sin, ve=None):
+    def forward(self, x, cos, sin, ve=None, attend=attend):
         B, T, D = x.shape
         q, k, v = (f(x).view(B, T, self.n_head, -1) for f in (self.q, self.k, self.v))  # (B, T, H, K)
         if ve is not None:  # the token's own value vector, gated per head
@@ -260,8 +259,8 @@ class Block(nn.Module):
         if self.resnorm:
             self.norm3, self.norm4 = RMSNorm(cfg.d_model), RMSNorm(cfg.d_model)
 
-    def forward(self, x, cos, sin, ve=None):
-        x = x + self.attn(self.norm1(x), cos, sin, ve)
+    def forward(self, x, cos, sin, ve=None, attend=attend):
+        x = x + self.attn(self.norm1(x), cos, sin, ve, attend)
         if self.resnorm:
             x = self.norm3(x)
         x = x + self.mlp(self.norm2(x))
@@ -314,8 +313,8 @@ class Model(nn.Module):
         self.ve = nn.ModuleDict({str(i): nn.Embedding(cfg.vocab_size, d) for i in cfg.value_layers()})
         self.norm_f = RMSNorm(d)
         self.head_weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, d))
+        self.norm_e = RMSNorm(d) if cfg.n_core and cfg.prelude_norm else None
         if cfg.n_core:
-            self.norm_e = RMSNorm(d) if cfg.prelude_norm else None
             self.C = Linear(d, d) if cfg.readout else None
             if cfg.injection == "diagonal":
                 self.A_log, self.dt_bias = nn.Parameter(torch.empty(d)), nn.Parameter(torch.empty(d))
@@ -379,12 +378,16 @@ class Model(nn.Module):
 
     # -- the three pieces ----------------------------------------------------------------------------------------------
 
-    def run_blocks(self, x, first: int, count: int, ve: list):
-        """Unique layers first … first + count - 1 on x (B, T, D); ve: value-table rows (B, T, D) or None for each."""
-        T = x.size(1)
-        cos, sin = self.cos[:T].to(x.dtype), self.sin[:T].to(x.dtype)
+    def run_blocks(self, x, first: int, count: int, ve: list, memory=None):
+        """Unique layers first … first + count - 1 on x (B, T, D); ve: value-table rows (B, T, D) or None for each.
+
+        memory, for text that comes piece by piece (sample.py): at (B, T) are the positions of x's tokens, and
+        attend(layer, q, k, v) takes the place of attention within x.
+        """
+        at = slice(x.size(1)) if memory is None else memory.at
+        cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)
         for i, v in zip(range(first, first + count), ve):
-            x = self.blocks[i](x, cos, sin, v)
+            x = self.blocks[i](x, cos, sin, v, attend if memory is None else functools.partial(memory.attend, i))
         return x
 
     def values(self, ids, first: int, count: int) -> list:
@@ -392,29 +395,38 @@ class Model(nn.Module):
         tables = [self.ve[str(i)] if str(i) in self.ve else None for i in range(first, first + count)]
         return [None if t is None else t(ids).to(self.dtype) for t in tables]
 
-    def before(self, ids, keys):
+    def before(self, ids, keys, memory=None):
         """ids (B, T), keys (B,) -> h_0, decay, write = gain ⊙ (B e) (B, T, D), core value rows: what a loop needs."""
         cfg = self.cfg
-        x = self.wte(ids).to(self.dtype)  # (B, T, D)
-        x = self.run_blocks(x, 0, cfg.n_prelude, self.values(ids, 0, cfg.n_prelude))
+        e = self.encode(ids, memory)
         if cfg.n_core == 0:
-            return x, None, None, []
-        e = x if self.norm_e is None else self.norm_e(x)
-        decay, write = None, e
+            return e, None, None, []
+        at = None if memory is None else memory.at
+        return self.initial_state(e, keys, at), *self.drive(e), self.values(ids, cfg.n_prelude, cfg.n_core)
+
+    def encode(self, ids, memory=None):
+        """ids (B, T) -> e (B, T, D), the prelude's output."""
+        n = self.cfg.n_prelude
+        x = self.run_blocks(self.wte(ids).to(self.dtype), 0, n, self.values(ids, 0, n), memory)
+        return x if self.norm_e is None else self.norm_e(x)
+
+    def drive(self, e):
+        """e (B, T, D) -> decay (D,) float32, or None, and write (B, T, D): what `inject` takes at every loop."""
+        cfg, decay, write = self.cfg, None, e
         if cfg.injection == "diagonal":
             decay, gain = discretise(self.A_log, self.dt_bias, cfg.gain)
             write = (gain * F.linear(e, self.B.to(e.dtype))).to(e.dtype)
         elif cfg.injection == "concat":
             write = F.linear(e, self.W[:, cfg.d_model :].to(e.dtype))
-        return self.initial_state(e, keys), decay, write, self.values(ids, cfg.n_prelude, cfg.n_core)
+        return decay, write
 
-    def initial_state(self, e, keys):
+    def initial_state(self, e, keys, at=None):
         """h_0 (B, T, D): like-init is a normal of std sqrt(2 / (5 D)) cut at ±3 std; normal has std 1 (cut at ±5)."""
         B, T, D = e.shape
         if self.cfg.state_init == "zero":
             return torch.zeros_like(e)
         std, cut = (1.0, 5.0) if self.cfg.state_init == "normal" else (math.sqrt(2 / (5 * D)), 3.0)
-        return hashed_normal(keys, T, D, std, cut).to(e.dtype)
+        return hashed_normal(keys, T, D, std, cut, at).to(e.dtype)
 
     def inject(self, h, decay, write):
         """The linear part of a loop. diagonal: decay⊙h + gain⊙(B e); add: h + e; concat: W [h; e]; none: see core_step.
@@ -427,21 +439,21 @@ class Model(nn.Module):
             return F.linear(h, self.W[:, : self.cfg.d_model].to(h.dtype)) + write
         return h + write
 
-    def core_step(self, h, decay, write, ve):
+    def core_step(self, h, decay, write, ve, memory=None):
         """One loop: h_t (B, T, D) -> h_{t+1}.
 
         `none` is the raw loop h + R̄(h, e): e steers the branch, R̄ = core(h + e) - (h + e), but is not written to h.
         """
-        x = self.run_blocks(self.inject(h, decay, write), self.cfg.n_prelude, self.cfg.n_core, ve)
+        x = self.run_blocks(self.inject(h, decay, write), self.cfg.n_prelude, self.cfg.n_core, ve, memory)
         return x - write if self.cfg.injection == "none" else x
 
-    def after(self, h, ids):
+    def after(self, h, ids, memory=None):
         """h_T (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""
         cfg = self.cfg
         if cfg.n_core and self.C is not None:
             h = self.C(h)
         first = cfg.n_prelude + cfg.n_core
-        return self.norm_f(self.run_blocks(h, first, cfg.n_coda, self.values(ids, first, cfg.n_coda)))
+        return self.norm_f(self.run_blocks(h, first, cfg.n_coda, self.values(ids, first, cfg.n_coda), memory))
 
     def after_loss(self, h, ids, targets):
         """h_T (B, T, D) -> cross-entropy summed over the micro-batch's tokens, nats, float32."""
@@ -571,27 +583,6 @@ def orthogonal(shape, std: float, generator: torch.Generator) -> torch.Tensor:
     q, r = torch.linalg.qr(torch.randn(max(rows, cols), min(rows, cols), generator=generator))
     q = q * r.diagonal().sign()  # makes the draw uniform over orthogonal matrices
     return (q if rows >= cols else q.T) * (std * math.sqrt(max(rows, cols)))
-
-
-def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
-    """A finished or running training run -> (model in eval state, ModelConfig, config.json as a dict).
-
-    Raises FileNotFoundError when there is no configuration or checkpoint, ValueError when they do not fit.
-    """
-    run = Path(run_dir)
-    if not (run / "config.json").is_file():
-        raise FileNotFoundError(f"{run} is not a run directory: it has no config.json")
-    config = json.loads((run / "config.json").read_text())
-    known = {f.name for f in fields(ModelConfig)}
-    cfg = ModelConfig(**{k: v for k, v in config["model"].items() if k in known})
-    files = sorted(run.glob("step_*.pt"))
-    if not files:
-        raise FileNotFoundError(f"{run} has no checkpoint (step_*.pt)")
-    state = torch.load(files[-1], map_location="cpu", weights_only=True, mmap=True)
-    model = Model(cfg)
-    model.load_state_dict(state["model"])
-    model.dtype = dtype or getattr(torch, config.get("dtype", "float32"))
-    return model.to(device).eval(), cfg, config
 
 
 def parameter_count(cfg: ModelConfig) -> int:

@@ -14,7 +14,6 @@ A run directory holds config.json, log.jsonl, the tokenizer and the checkpoints;
 import argparse
 import dataclasses
 import gc
-import hashlib
 import json
 import math
 import os
@@ -35,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from checkpoint import newest_checkpoint, save_checkpoint
 from dataloader import PackedData, fail, run_cli, write_atomic
 from depth import SEED_EVAL, SEED_STATE, deepest, sample_depths, sequence_key
 from dynamics import spectra
@@ -289,39 +289,6 @@ def compare(old: dict, new: dict) -> list[str]:
     diff += [f"model.{k}" for k in new["model"] if old["model"].get(k) != new["model"][k]]
     return diff + [k for k in ("tokenizer", "data") if old[k]["sha256"] != new[k]["sha256"]] + [
         k for k in ("dtype",) if old[k] != new[k]]  # fmt: skip
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def save_checkpoint(run: Path, step: int, model: Model, opt: MuonAdamW, rank: int) -> None:
-    """Every rank calls it, rank 0 writes, whole or not at all; the last two stay."""
-    optimizer = opt.state_dict()
-    if rank:
-        return
-    # the parameters are views of shared buffers: clone them, or each file would hold every buffer's padding
-    state = {"step": step, "model": {k: v.cpu().clone() for k, v in model.state_dict().items()}, "optimizer": optimizer}
-    path = run / f"step_{step:07d}.pt"
-    write_atomic(path, lambda f: torch.save(state, f))
-    write_atomic(run / f"{path.name}.sha256", digest(path).encode())
-    for old in sorted(run.glob("step_*.pt"))[:-2]:
-        old.unlink()
-        (run / f"{old.name}.sha256").unlink(missing_ok=True)
-
-
-def digest(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def newest_checkpoint(run: Path) -> dict | None:
-    """The newest checkpoint whose checksum holds, loaded through CPU memory; damaged ones are named and passed over."""
-    for path in sorted(run.glob("step_*.pt"), reverse=True):
-        mark = run / f"{path.name}.sha256"
-        if mark.is_file() and mark.read_text().strip() == digest(path):
-            return torch.load(path, map_location="cpu", weights_only=True)
-        print(f"{path} is damaged or incomplete (its checksum does not hold); trying the one before")
-    return None
 
 
 # -- validation --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from test_core_eval import slow_examples, slow_rows, slow_shots, slow_task  # noqa: E402
 
 import core_eval as ce  # noqa: E402
-from model import PRESETS, Model, load_run  # noqa: E402
+from checkpoint import load_run  # noqa: E402
+from model import PRESETS, Model  # noqa: E402
 from tokenizer_train import load_tokenizer  # noqa: E402
 
 

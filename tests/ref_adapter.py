@@ -49,7 +49,7 @@ class build:  # noqa: N801  the harness calls it as a function
         self.model = Model(self.cfg).to(device)
         self.model.dtype = torch.bfloat16 if amp else torch.float32
         self.model.loss_chunk = 256 if device == "cpu" else 0
-        self.model.initial_state = lambda e, keys: self.h0.to(e.dtype)
+        self.model.initial_state = lambda e, keys, at=None: self.h0.to(e.dtype)
         self.load_ref(ref_model)
         if compile:
             self.model.compile_pieces()

@@ -15,9 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from checkpoint import load_run  # noqa: E402
 from dataloader import PackedData  # noqa: E402
 from depth import SEED_STATE, sample_depths, sequence_key  # noqa: E402
-from model import load_run  # noqa: E402
 
 
 def gradient(model, data, rows, step, stratified):

@@ -15,8 +15,9 @@ import torch
 import dynamics
 import experiments
 import train
+from checkpoint import load_run
 from experiments import Arm, divergence, paired, sentence, spread
-from model import Model, ModelConfig, load_run
+from model import Model, ModelConfig
 from report import read_log
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 
 import train
+from checkpoint import load_run
 from dataloader import PackedData
 from depth import SEED_EVAL, SEED_STATE, sample_depths, sequence_key
-from model import PRESETS, Model, load_run
+from model import PRESETS, Model
 from tokenizer_train import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,21 +1,18 @@
 """
-How fast a training step is, and where its time goes.
-
-    python bench.py                          # CPU: tiny, about three minutes
-    python bench.py --preset parcae-140m     # one GPU
+How fast a training step is, and where its time goes: `python bench.py`, some three minutes on two cores or one GPU.
 
 All variants take the same batches and depths, round by round in turn, so that a drifting clock hurts them alike. A step
 is forward, backward and optimiser on one micro-batch; its time is the mean over the rounds. MFU is against the device's
 dense bf16 peak, by the model's own FLOPs (PaLM's attention count, and its causal half). `masked` computes every row at
-every loop and keeps the live ones, as the reference implementation does; the others compute rows with loops left.
+every loop, with B e and the value rows made anew, and keeps the live ones, as the reference implementation does.
 """
 
 import argparse
-import dataclasses
-import json
+import math
 import statistics
+import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,164 +23,126 @@ from model import PRESETS, Model
 from muon import MuonAdamW
 from train import PEAK, deal, probe_dtype, processor
 
-WARM_UP = 3  # rounds
+
+def masked_loss(model, ids, targets, keys, n, k):
+    """Model.loss by the naive loop: all rows at every loop, nothing kept from one to the next but the state."""
+    cfg, e = model.cfg, model.encode(ids)
+    h = model.initial_state(e, keys)
+    for counts, grad in ((n, False), (k, True)):
+        with torch.set_grad_enabled(grad):
+            for t in range(int(counts.max())):
+                live = torch.from_numpy(counts > t).to(h.device)[:, None, None]
+                x = model.core_step(h, *model.drive(e), model.values(ids, cfg.n_prelude, cfg.n_core))
+                h = torch.where(live, x, h)
+    return model.after_loss(h, ids, targets)
 
 
-class Variant:
-    """A model with its optimiser, ready to be stepped."""
-
-    def __init__(self, cfg, args, masked):
-        before = memory(args.device)
-        self.cfg, self.device, self.masked, self.times, self.peak = cfg, args.device, masked, [], 0
-        self.model = Model(cfg)
-        self.model.init_weights(0)
-        self.model.to(args.device)
-        self.model.dtype = getattr(torch, args.dtype)
-        self.model.loss_chunk = 256 if args.device == "cpu" else 0
-        compiled = args.device == "cuda"
-        self.opt = MuonAdamW(self.model.named_parameters(), self.model.muon_parameters(), compile=compiled)
-        if compiled:
-            self.model.compile_pieces()
-        self.own = memory(args.device) - before
-
-    def step(self, ids, keys, n, k):
-        if self.masked:
-            n, k = (np.repeat(x[:, None], self.cfg.seq_len, 1) for x in (n, k))
-        loss, _ = self.model.loss(ids[:, :-1], ids[:, 1:], keys, n, k)
-        (loss / ids[:, 1:].numel()).backward()
-        self.opt.step(1.0, 1.0, loss.detach()[None])
-
-    def measure(self, batch, count: bool):
-        others = memory(self.device) - self.own
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        seconds = timed(self.device, lambda: self.step(*batch))
-        if count:
-            self.times.append(seconds)
-        if self.device == "cuda":
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others)
+def random_batch(cfg, rows: int, step: int, device: str):
+    """Random tokens and targets (rows, T), keys, and the step's depths, deepest first."""
+    ids = torch.randint(0, cfg.vocab_size, (2, rows, cfg.seq_len), generator=torch.Generator().manual_seed(step))
+    n, k = sample_depths(cfg, 0, step, rows)
+    order = np.argsort(-(n + k), kind="stable")
+    return *ids.to(device), torch.tensor([sequence_key(step, i) for i in range(rows)]).to(device), n[order], k[order]
 
 
-def memory(device) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
-
-
-def timed(device, work) -> float:
+def timed(work) -> float:
     """Seconds."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
     start = time.perf_counter()
     work()
-    wait()
+    torch.cuda.is_available() and torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def random_batch(cfg, rows, step, device):
-    """Random tokens, keys and the step's depths, deepest first."""
-    ids = torch.randint(0, cfg.vocab_size, (rows, cfg.seq_len + 1), generator=torch.Generator().manual_seed(step))
-    n, k = sample_depths(cfg, 0, step, rows)
-    order = np.argsort(-(n + k), kind="stable")
-    keys = torch.tensor([sequence_key(step, i) for i in range(rows)])
-    return ids.to(device), keys.to(device), n[order], k[order]
+def step_times(kinds: dict, rows: int, rounds: int, device: str, dtype: str):
+    """kinds {name: (cfg, masked)} -> ({name: seconds}, {name: peak bytes}, the first's model, optimiser)."""
+    made, seconds, peak, gpu = {}, {name: [] for name in kinds}, dict.fromkeys(kinds, 0), device == "cuda"
+    for name, (cfg, _) in kinds.items():
+        before, model = torch.cuda.memory_allocated(), Model(cfg)  # 0 without a GPU
+        model.init_weights(0)
+        model.to(device)
+        model.dtype, model.loss_chunk = getattr(torch, dtype), 0 if gpu else 256
+        opt = MuonAdamW(model.named_parameters(), model.muon_parameters(), compile=gpu)
+        gpu and model.compile_pieces()
+        made[name] = model, opt, torch.cuda.memory_allocated() - before
+    for r in range(-3, rounds):  # the first three warm up
+        for name, (cfg, masked) in kinds.items():
+            (model, opt, own), (*batch, n, k) = made[name], random_batch(cfg, rows, r + 3, device)
+
+            def step():
+                loss = masked_loss(model, *batch, n, k) if masked else model.loss(*batch, n, k)[0]
+                (loss / batch[0].numel()).backward()
+                opt.step(1.0, 1.0, loss.detach()[None])
+
+            others = torch.cuda.memory_allocated() - own
+            gpu and torch.cuda.reset_peak_memory_stats()
+            seconds[name] += [timed(step)][: r >= 0]
+            peak[name] = max(peak[name], torch.cuda.max_memory_allocated() - others)
+    return seconds, peak, *next(iter(made.values()))[:2]
 
 
-def breakdown(v: Variant, rows: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of each part of a step at the mean depth, forward and backward, each part timed by itself."""
-    m, cfg = v.model, v.cfg
-    ids, keys, *_ = random_batch(cfg, rows, 0, v.device)
-    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    h, decay, write, ve = m.before(x, keys)
-    h, write, decay = h.detach().requires_grad_(), write.detach().requires_grad_(), decay.detach()
-    ve = [t if t is None else t.detach().requires_grad_() for t in ve]
-    z = m.after(h, x).detach().requires_grad_()
-
-    def no_grad():
-        with torch.no_grad():
-            m.core_step(h, decay, write, ve)
-
+def breakdown(m, opt, rows: int, rounds: int, device: str) -> dict[str, float]:
+    """Milliseconds of each part of a step at the mean depth, forward and backward, each timed by itself (median)."""
+    cfg, (x, y, keys, *_) = m.cfg, random_batch(m.cfg, rows, 0, device)
+    with torch.no_grad():
+        h, decay, write, ve = m.before(x, keys)
+    h, write = h.requires_grad_(), write.requires_grad_()
+    z = m.after(h, x).detach().flatten(0, 1).requires_grad_()
     parts = {
         "before the loop (embedding, prelude, B e)": (1, lambda: m.before(x, keys)[2].float().sum().backward()),
-        "loops without gradient": (cfg.mu_rec - cfg.mu_bwd, no_grad),
+        "loops without gradient": (cfg.mu_rec - cfg.mu_bwd, torch.no_grad()(lambda: m.core_step(h, decay, write, ve))),
         "loops with gradient": (cfg.mu_bwd, lambda: m.core_step(h, decay, write, ve).float().sum().backward()),
-        "after the loop (C, coda, head, loss)": (1, lambda: m.after_loss(h, x, y).backward()),
-        "of which head": (1, lambda: m.head(z).float().logsumexp(-1).sum().backward()),
-        "optimiser": (1, lambda: v.opt.step(1.0, 1.0, torch.zeros(1, device=v.device))),
+        "after the loop (C, coda)": (1, lambda: m.after(h, x).float().sum().backward()),
+        "head and loss": (1, lambda: m.head_loss(z, y.flatten()).backward()),
+        "optimiser": (1, lambda: opt.step(1.0, 1.0, torch.zeros(1, device=device))),
     }
-    out = {}
-    for name, (times, work) in parts.items():
-        work()
-        out[name] = times * statistics.median(timed(v.device, work) for _ in range(rounds)) * 1e3
-    return out
+    return {k: n * statistics.median(timed(work) for _ in range(rounds + 1)) * 1e3 for k, (n, work) in parts.items()}
 
 
 def imbalance(cfg, ranks=8, steps=1000) -> float:
-    """Mean over steps of the largest rank's work over the mean rank's, in loops (2 units each, 6 with gradient)."""
-    worst = []
+    """Mean over steps of the largest rank's work over the mean rank's, in forward (2) and backward (4) core passes."""
+    rest = (cfg.n_prelude + cfg.n_coda) * cfg.block_matmul() + (cfg.vocab_size + 2 * cfg.d_model) * cfg.d_model
+    rest, worst = 6 * rest / (cfg.n_core * cfg.block_matmul()), 0.0
     for step in range(steps):
         n, k = sample_depths(cfg, 0, step, 256)
-        work = [(2 * n[p] + 6 * k[p]).sum() for p in deal(n, k, ranks)]
-        worst.append(max(work) / np.mean(work))
-    return float(np.mean(worst))
+        work = [(2 * n[p] + 6 * k[p] + rest).sum() for p in deal(n, k, ranks)]
+        worst += max(work) / np.mean(work) / steps
+    return worst
 
 
 def main():
     p = argparse.ArgumentParser(description="Time training steps.", allow_abbrev=False)
     cuda, add = torch.cuda.is_available(), p.add_argument
-    looped = [name for name, cfg in PRESETS.items() if cfg.injection == "diagonal" and cfg.n_core and "rdm" not in name]
-    add("--preset", default="parcae-140m" if cuda else "tiny", choices=looped, help="(default: %(default)s)")
-    add("--rows", default="8,16,32,64" if cuda else "16", help="device batches, sequences (default: %(default)s)")
-    add("--rounds", type=int, default=30, help="timed steps of each variant (default: 30)")
-    add("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
-    add("--dtype", choices=("float32", "bfloat16"), help="of activations (default: the faster)")
-    add("--out", default="results/bench", help="results go to OUT-DEVICE.json and .md (default: %(default)s)")
+    add("--preset", default="parcae-140m" if cuda else "tiny", help="(default: %(default)s)")
+    add("--rows", type=int, nargs="+", default=[8, 16, 32, 64] if cuda else [16], help="(default: %(default)s)")
+    add("--rounds", type=int, default=30, help="timed steps of each variant (default: %(default)s)")
     args = p.parse_args()
-    if args.rounds < 1:
-        fail(f"--rounds {args.rounds} must be at least 1")
-    args.dtype = args.dtype or ("bfloat16" if cuda else probe_dtype()[0])
-    name = torch.cuda.get_device_name() if args.device == "cuda" else processor()
-    peak = next((v for k, v in PEAK.items() if k in name), None)
+    if min(args.rounds, *args.rows) < 1 or f"transformer-{args.preset.removeprefix('parcae-')}" not in PRESETS:
+        fail(f"--rounds {args.rounds}, --rows {args.rows} or --preset {args.preset}: below 1, or without a Transformer")
+    device, dtype = ("cuda", "bfloat16") if cuda else ("cpu", probe_dtype()[0])
+    chip = torch.cuda.get_device_name() if cuda else processor()
+    peak = next((v for k, v in PEAK.items() if k in chip), math.nan)
     cfg, flat = PRESETS[args.preset], PRESETS["transformer-" + args.preset.removeprefix("parcae-")]
-    kinds = {
-        "Parcae Euler": (cfg, False),
-        "Parcae ZOH": (dataclasses.replace(cfg, gain="zoh"), False),
-        "Parcae Euler, fixed depth": (dataclasses.replace(cfg, sampling="fixed"), False),
-        "Parcae Euler, masked": (cfg, True),
-        "Transformer": (flat, False),
-    }
-    head = (f"{args.preset}, {cfg.seq_len} tokens a row, {args.dtype}, {name}, {torch.get_num_threads()} threads, "
-            f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")  # fmt: skip
-    lines = [f"# Training step: {head}", "",
-             f"`python bench.py --preset {args.preset} --rows {args.rows} --rounds {args.rounds}`", "",
-             "| rows | model | ms | tok/s | time over Euler | MFU PaLM | MFU causal | peak GiB |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    kinds = {"Parcae Euler": (cfg, False), "Parcae ZOH": (replace(cfg, gain="zoh"), False),
+             "Parcae Euler, fixed depth": (replace(cfg, sampling="fixed"), False),
+             "Parcae Euler, masked": (cfg, True), "Transformer": (flat, False)}  # fmt: skip
+    lines = [f"# Training step: {args.preset}, {cfg.seq_len} tokens a row, {dtype}", "",
+             f"`{' '.join(['python', *sys.argv])}`: {chip}, {torch.get_num_threads()} threads, "
+             f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", "",
+             "| rows | model | ms | tok/s | time over Euler | MFU PaLM | MFU causal | peak GiB |", "|---" * 8 + "|"]
+    for rows in args.rows:
+        seconds, most, model, opt = step_times(kinds, rows, args.rounds, device, dtype)
+        base = statistics.mean(seconds["Parcae Euler"])
+        for name, (c, _) in kinds.items():
+            s, gib = statistics.mean(seconds[name]), most[name] / 2**30 or math.nan
+            palm, causal = (rows * c.seq_len / s * c.flops_per_token(count) / peak for count in ("palm", "causal"))
+            lines.append(f"| {rows} | {name} | {s * 1e3:.1f} | {rows * c.seq_len / s:,.0f} | {s / base:.3f} "
+                         f"| {palm:.3f} | {causal:.3f} | {gib:.1f} |".replace("nan", "–"))  # fmt: skip
+    lines += ["", f"Where the time goes: Parcae Euler, {rows} rows, mean depth, parts timed alone.", "",
+              "| part | ms |", "|---|---|"]  # fmt: skip
+    lines += [f"| {k} | {v:.1f} |" for k, v in breakdown(model, opt, rows, args.rounds, device).items()]
+    lines += ["", f"Largest of 8 ranks' work over the mean, 256 rows a step, 1,000 steps: {imbalance(cfg):.4f}."]
     print("\n".join(lines))
-    table = []
-    for rows in map(int, args.rows.split(",")):
-        variants = {kind: Variant(c, args, masked) for kind, (c, masked) in kinds.items()}
-        for r in range(-WARM_UP, args.rounds):
-            for v in variants.values():
-                v.measure(random_batch(v.cfg, rows, r + WARM_UP, args.device), r >= 0)
-        base = statistics.mean(variants["Parcae Euler"].times)
-        for kind, v in variants.items():
-            s = statistics.mean(v.times)
-            row = {"rows": rows, "model": kind, "ms": s * 1e3, "tok_s": rows * cfg.seq_len / s, "over_euler": s / base}
-            row |= {c: row["tok_s"] * v.cfg.flops_per_token(c) / peak if peak else None for c in ("palm", "causal")}
-            row |= {"peak_gib": v.peak / 2**30 or None, "times": v.times}
-            table.append(row)
-            mfu = [f"{row[c]:.3f}" if peak else "" for c in ("palm", "causal")]
-            lines.append(f"| {rows} | {kind} | {row['ms']:.1f} | {row['tok_s']:,.0f} | {row['over_euler']:.3f} "
-                         f"| {mfu[0]} | {mfu[1]} | {v.peak / 2**30:.1f} |")  # fmt: skip
-            print(lines[-1], flush=True)
-    parts = breakdown(variants["Parcae Euler"], rows, args.rounds)
-    ranks = imbalance(cfg)
-    lines += ["", f"Where the time goes: Parcae Euler, {rows} rows, mean depth, parts timed alone.", ""]
-    lines += ["| part | ms |", "|---|---|", *(f"| {k} | {v:.1f} |" for k, v in parts.items()), ""]
-    lines += [f"Largest of 8 ranks' loop work over the mean, 256 sequences a step, mean of 1,000 steps: {ranks:.4f}."]
-    print("\n".join(lines[-len(parts) - 6 :]))
-    result = {"head": head, "table": table, "parts_ms": parts, "imbalance_8_ranks": ranks}
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(f"{args.out}-{args.device}.md", ("\n".join(lines) + "\n").encode())
-    write_atomic(f"{args.out}-{args.device}.json", json.dumps(result, indent=1).encode())
+    write_atomic(f"results/bench-{device}.md", ("\n".join(lines) + "\n").encode())
 
 
 if __name__ == "__main__":

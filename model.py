@@ -457,7 +457,10 @@ class Model(nn.Module):
 
     def after_loss(self, h, ids, targets):
         """h_T (B, T, D) -> cross-entropy summed over the micro-batch's tokens, nats, float32."""
-        x, y = self.after(h, ids).flatten(0, 1), targets.flatten()
+        return self.head_loss(self.after(h, ids).flatten(0, 1), targets.flatten())
+
+    def head_loss(self, x, y):
+        """x (N, D), y (N,) -> the summed cross-entropy of logits = x Wᵀ."""
         weight = self.wte.weight if self.head_weight is None else self.head_weight
         if self.loss_chunk and torch.is_grad_enabled():
             return ChunkedCrossEntropy.apply(x, weight, y, self.loss_chunk)

@@ -41,7 +41,7 @@ PAPER = {  # its appendix "Fitting a Parametric Function for Looping"
     "parcae-370m": np.log([[2.439, 832134.346, 0.775, 6386.865, 0.448, ZERO, ZERO, 1]]),
 }
 SCALES = {  # preset, budgets in FLOPs, mu_rec, tokens of validation, peak TFLOP/s, MFU (tiny: two CPU cores)
-    "tiny": ("tiny", (5e12, 1e13, 2e13, 4e13), (1, 2, 3, 4, 6, 8), 65536, 0.1, 0.8),
+    "tiny": ("tiny", (2.5e12, 5e12, 1e13, 2e13), (1, 2, 3, 4, 6, 8), 65536, 0.1, 0.8),
     "140m": ("parcae-140m", (1e18, 2e18, 4e18, 8e18, 16e18, 64e18), (1, 2, 4, 6, 8, 10, 12), 10.5e6, 989, 0.4),
     "370m": ("parcae-370m", (32e18, 64e18, 128e18), (1, 2, 4, 6, 8, 10, 12), 10.5e6, 989, 0.4),
 }

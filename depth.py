@@ -64,7 +64,7 @@ def hashed_normal(key: torch.Tensor, tokens: int, width: int, std: float, cut: f
     return x.view(key.shape[0], tokens, width)
 
 
-SEED_INIT, SEED_DEPTH, SEED_STATE, SEED_EVAL, SEED_ORDER, SEED_SAMPLE = range(1, 7)  # purposes, so that streams never coincide
+SEED_INIT, SEED_DEPTH, SEED_STATE, SEED_EVAL, SEED_ORDER, SEED_SAMPLE = range(1, 7)  # purposes: streams never coincide
 BATCH_GROUP = 32  # rows that share a depth under granularity "batch": the micro-batch of the paper's recipe
 
 

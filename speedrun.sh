@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a matched Euler / Exact-ZOH pair: environment, corpus, tokenizer, packed rows, two trainings, report.
+# From nothing to a matched Euler / Exact-ZOH pair: environment, corpus, tokenizer, rows, two trainings, samples, report.
 #   bash speedrun.sh                       CPU: the small model on the Python standard library's source, minutes, offline
 #                                          GPUs: the 140M recipe on 11.2B tokens of FineWeb-Edu, on all of them
 #   DATA=my/texts bash speedrun.sh         your own .parquet (column text), .jsonl (key text) or .txt files
@@ -19,6 +19,7 @@ DEPTHS=${DEPTHS:-1,2,4,8,16}                                            # loops 
 RUN=${RUN:-$PRESET-$(basename "$DATA")-s$SEED}                          # results go to runs/$RUN
 LONG_DOCS=${LONG_DOCS:-$([ "$DATA" = stdlib ] && echo split || echo crop)}   # of long documents; crop is the paper's, and would drop 95 % of stdlib
 BUNDLE=${BUNDLE:-}                                                      # CORE task data: a zip or folder (default: fetched)
+PROMPT=${PROMPT:-$([ "$DATA" = stdlib ] && echo 'def ' || echo The)}      # what the samples at the end begin with
 PY=${PY:-}                                                              # a Python with the dependencies; else .venv is made
 
 say() { printf '\n[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
@@ -100,7 +101,7 @@ for gain in $GAINS; do
         --tokens "$RECIPE_TOKENS" --eval-depths "$DEPTHS" --dtype "$DTYPE" --resume
 done
 
-if [ "$GPUS" -gt 0 ] || [ -n "$BUNDLE" ]; then # on a CPU a reduced panel, a few minutes
+if [ "$GPUS" -gt 0 ] || [ -n "$BUNDLE" ] || [ -f data/eval_bundle.zip ]; then # on a CPU a reduced panel, a few minutes
     for run in "${arms[@]}"; do
         say "CORE: $run"
         "${launch[@]}" core_eval.py "$run" ${BUNDLE:+--bundle "$BUNDLE"} $([ "$GPUS" -gt 0 ] || echo --max-per-task 20 --seeds 1234)
@@ -108,6 +109,11 @@ if [ "$GPUS" -gt 0 ] || [ -n "$BUNDLE" ]; then # on a CPU a reduced panel, a few
 else
     say "CORE: left out; give its task data as BUNDLE=eval_bundle.zip to evaluate a reduced panel on this CPU"
 fi
+
+for run in "${arms[@]}"; do
+    say "sample: $run"
+    "$PY" sample.py "$run" --prompt "$PROMPT" --max-tokens 64 | tee "$run/sample.txt"
+done
 
 say "report"
 "$PY" report.py "${arms[@]}" --out "$OUT"

@@ -305,7 +305,7 @@ def page(args, tables, found, curves) -> str:
              f"{fmt(next((r['unigram'] for _, r in runs), None))} (stuck: a loss above 95 % of it).", ""]  # fmt: skip
     for arms in tables:
         lines += source_table(arms, found, unit, depths)
-        said = [sentence(*p) for p in paired(arms, found, by, "mu") if unit != "verdict"]
+        said = [sentence(*p) for p in paired(arms, found, by, "mu") if unit != "verdict" and len(arms) < 12]
         lines += said + [""] * bool(said)
     lines += [*curves, "## Differences of loss at depth T, paired by seed", ""]
     at_depth = {d: [p for arms in tables for p in paired(arms, found, by, d)]

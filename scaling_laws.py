@@ -340,6 +340,8 @@ def draw_isoflop(axes, iso, train):
     axes[0].set(xlabel="mean recurrence mu_rec (loops); star: lowest, 95 %", ylabel="validation loss (nats/token)")
     for ax, name, label in zip(axes[1:], ("mu", "tokens"), ("best mu_rec (loops)", "best D (training tokens)")):
         ax.set(xscale="log", yscale="log", xlabel="training compute C (FLOPs)", ylabel=label)
+        ax.set_xticks([b["budget"] for b in iso["budgets"]], [f"{b['budget']:.2g}" for b in iso["budgets"]])
+        ax.set_xticks([], minor=True)
         if name in iso["power_laws"]:
             C, (gamma, log_k) = np.array([b["budget"] for b in iso["budgets"]]), iso["power_laws"][name][:, :, None]
             low, mid, high = low_fit_high(np.exp(log_k + gamma * np.log(C)))
@@ -357,9 +359,11 @@ def draw_law(axes, fitted, train):
     for best in predict(logs[::10], n, budgets[:, None] / f).argmin(2)[::-1]:  # the fit, which is the first, on top
         inside = (best > 0) & (best < 199)
         line = axes[0].plot(x[best[inside]], budgets[inside] / f[best[inside]], color="0.8", lw=0.5)
-    line[0].set(color="k", lw=2, label="efficient frontier (light: bootstrap)")
-    axes[0].plot(mu, D, "k.", ms=4, label="runs")
+    if inside.any():
+        line[0].set(color="k", lw=2, label="efficient frontier (light: bootstrap)")
+    axes[0].plot(mu, D, "k.", ms=4, label="runs" if inside.any() else "runs (the frontier is an end of the grid)")
     axes[0].set(yscale="log", xlabel="mean recurrence mu_rec (loops)", ylabel="training tokens D; contours: loss")
+    axes[0].set_xlim(known[0] - 0.3, known[-1] + 0.3)
     low, guess, high = low_fit_high(predict(logs, N, D))
     axes[1].vlines(loss, low, high, color="k")
     axes[1].plot(loss, guess, "ok", mfc="w", ms=4, label="fitted, 95 % interval")
@@ -370,7 +374,7 @@ def draw_law(axes, fitted, train):
 
 def draw_curves(ax, result, train):
     counts = [c["budget"] for c in result["curves"]]
-    most = max(counts, key=counts.count)  # the budget with the most runs; all runs, if each has its own
+    most = max(sorted(counts)[::-1], key=counts.count)  # the largest with most runs; all runs, if each has its own
     for i, c in enumerate(c for c in result["curves"] if c["budget"] == most or counts.count(most) == 1):
         T, name, style = np.linspace(c["T"][0], c["T"][-1], 200), "L + Z exp(-zT)", {"color": COLORS[i % 7], "lw": 1}
         ax.plot(T, curve(name, c[name], T), **style)

@@ -4,13 +4,16 @@
     python core_eval.py runs/tiny-euler --panel core-extended --depth 1,2,4,8,16 --max-per-task 100 --bundle DIR_OR_ZIP
     torchrun --standalone --nproc_per_node=8 core_eval.py runs/parcae-140m
 
-A score is a function of (weights, data, seed, depth): a sequence draws its initial loop state from its own key, losses
-are float32. Rounding, which depends on the batch, can still flip near ties: a gap of mean losses, or a greedy token's
-lead, under 1e-3. Their number, summed over the seeds, is reported. Results: core_<panel>_<protocol>.json, .csv in RUN.
+A score is a function of (weights, data, seed, depth). The initial loop states are those of (seed, task, example), the
+same for all its options; losses are float32. Rounding, which depends on the batch, can still flip near ties: a gap of
+mean losses, or a greedy token's lead, under 1e-3. Their number, summed over the seeds, is reported.
+Results: core_<panel>_<protocol>.json, .csv in RUN. On a CPU float32 is used, else the run's own dtype.
 Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are nanochat's, Parcae's, and llm-foundry's (dclm).
 """
 
 import argparse
+import copy
+import functools
 import json
 import math
 import os
@@ -33,6 +36,7 @@ import torch.nn.functional as F
 from checkpoint import load_run
 from dataloader import PackedData, fail, file_hash, first_line, run_cli, write_atomic
 from depth import SEED_EVAL, sequence_key
+from memory import branches
 from tokenizer_train import BOS, load_tokenizer, token_bytes, tokenizer_hash
 
 URL, CACHE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip", Path("data/eval_bundle.zip")
@@ -99,13 +103,9 @@ for line in TABLE.strip().split("\n"):
 PANELS = {"core": TASKS[:22], "core-extended": TASKS, "lambada": TASKS[9:10]}
 TITLES = {"core": "CORE", "core-extended": "CORE Extended", "lambada": "LAMBADA perplexity"}
 
-# ---- the bundle
-
-
 def fetch_bundle(path=CACHE, url=URL):
     """Downloads once, continuing where it was interrupted."""
     import requests
-
     part = Path(f"{path}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
     have = part.stat().st_size if part.is_file() else 0
@@ -163,16 +163,12 @@ def load_panel(path, name="core", protocol="parcae", limit=None):
     panel = SimpleNamespace(name=name, protocol=protocol, limit=limit, sha256=digest, tasks=PANELS[name])
     panel.rows, panel.missing = {}, {}
     for task in panel.tasks:
-        rows = parse_rows(files.get(task.file, b""), task)
-        n = min(len(rows), limit or len(rows))
+        n = min(len(rows := parse_rows(files.get(task.file, b""), task)), limit or 2**62)
         if n > (0 if protocol in ("dclm", "lambada") else task.shots):  # dclm takes fewer shots rather than fail
             panel.rows[task.label] = rows
         else:
             panel.missing[task.label] = f"{task.shots} shots need more than the {n} examples of {task.file}"
     return panel
-
-
-# ---- prompts
 
 
 def pools(task, rows, protocol, limit):
@@ -214,10 +210,8 @@ def prompts(task, protocol, row, shots, blank=" "):
     d, kind = task.delim, task.kind
     if protocol == "lambada":
         return [row["context"], row["context"] + " " + row["continuation"].strip(), row["context"].rstrip()]
-
-    def stem(r):
-        return r["context"].strip() if kind == "lm" else r["query"] if kind == "mc" else r["context_options"][r["gold"]]
-
+    stem = lambda r: (r["context"].strip() if kind == "lm" else r["query"] if kind == "mc"
+                      else r["context_options"][r["gold"]])  # fmt: skip
     solved = [stem(r) + d + (r["choices"][r["gold"]] if kind == "mc" else r["continuation"]) for r in shots]
     stems = row["context_options"] if kind == "schema" else [stem(row)]
     answers = row["choices"] if kind == "mc" else [row["continuation"]]
@@ -266,19 +260,16 @@ def spans(task, protocol, ids, bos, context):
     return out, odd
 
 
-# ---- scoring
-
-
-def prepare(task, panel, seed, enc, context, rank=0, world=1):
+def prepare(task, panel, seed, enc, context, rank=0, world=1, share=False):
     """Renders every example, and encodes this rank's share: every world-th by length, so that ranks get equal tokens.
 
-    rows: what is fed, each up to its last scored position; asks[r]: [(example, option, positions, targets)] of row r.
-    A row that is then the beginning of another one of its example is left out: the model is causal, and both start from
-    the same states. So choices that differ in their last token only take one row.
+    rows: what is fed; asks[r]: [(example, option, columns, targets)] of row r. The model is causal, and options of an
+    example start from the same states: one that is the beginning of another takes no row; with `share`, one whose first
+    half or more is another's puts the rest behind it. paths[r]: [(columns of its tokens, how many are others' too)].
     """
     blank, bos = " " * (len(enc.encode_ordinary(" a")) == 1), enc.encode_single_token(BOS)
-    work = SimpleNamespace(task=task, gold=[], group=[], rows=[], asks=[], options={}, odd=dict.fromkeys(ODD, 0))
-    texts = []
+    work, texts = SimpleNamespace(task=task, gold=[], group=[], rows=[], paths=[], asks=[], options={}), []
+    work.odd = dict.fromkeys(ODD, 0)
     for group, (rows, count) in enumerate(pools(task, panel.rows[task.label], panel.protocol, panel.limit)):
         for row, chosen in zip(rows[:count], shot_indices(panel.protocol, seed, len(rows), task.shots)):
             work.gold.append(row.get("gold", 1))
@@ -290,34 +281,57 @@ def prepare(task, panel, seed, enc, context, rank=0, world=1):
         for i, (found, odd) in zip(mine, pool.map(encode, mine)):
             work.options[i], start = len(found), len(work.rows)
             work.gold[i] = -1 if "not_prefix" in odd else work.gold[i]
-            for name in odd:
-                work.odd[name] += 1
+            work.odd |= {name: work.odd[name] + 1 for name in odd}
             for option, (row, span) in sorted(enumerate(found), key=lambda x: -len(x[1][0])):
-                fed, known = row[: span.stop], range(start, len(work.rows))
-                home = next((r for r in known if np.array_equal(work.rows[r][: len(fed)], fed)), len(work.rows))
-                if span and home == len(work.rows):
-                    work.rows.append(fed)
-                    work.asks.append([])
                 if span:
-                    work.asks[home].append((i, option, np.array(span), row[span.start + 1 : span.stop + 1]))
+                    r, path = place(work, row[: span.stop], start, share)
+                    work.asks[r].append((i, option, path[span.start :], row[span.start + 1 : span.stop + 1]))
     return work
+
+
+def place(work, fed, start, share):
+    """Lays the tokens of an option into a row of its example, from row `start` on, or into a new one -> (row, path)."""
+    most, home, path = 0, len(work.rows), np.arange(0)
+    for r in range(start, home):
+        for columns in (known[: len(fed)] for known, _ in work.paths[r]):
+            same = int((work.rows[r][columns] == fed[: len(columns)]).cumprod().sum())
+            most, home, path = (same, r, columns) if same > most else (most, home, path)
+    if most < len(fed) * (0.5 if share else 1):
+        most, home = 0, len(work.rows)
+        for part, empty in ((work.rows, fed[:0]), (work.paths, []), (work.asks, [])):
+            part.append(empty)
+    if most < len(fed):
+        path = np.append(path[:most], np.arange(len(fed) - most) + len(work.rows[home]))
+        work.rows[home] = np.append(work.rows[home], fed[most:])
+        work.paths[home].append((path, most))
+    return home, path
+
+
+def eager(model, memory=None):
+    """The same model, its pieces reading a memory; not compiled ones, which would compile anew for each new shape."""
+    view = copy.copy(model)
+    for name in ("before", "core_step", "after"):
+        setattr(view, name, functools.partial(getattr(type(model), name), model, memory=memory))
+    return view
 
 
 @torch.inference_mode()
 def score_batch(model, work, batch, depths, seed, device):
     """Rows of a batch -> {(depth, example, option): (3, s) loss, hit, lead of its scored tokens}. hit: the token is the
     greedy one; lead: its logit less the best other one's. Right padding is inert, as all is causal."""
-    ids = np.zeros((len(batch), max(len(work.rows[r]) for r in batch)), np.int64)  # (B, T)
+    branched, width = any(len(work.paths[r]) > 1 for r in batch), max(len(work.rows[r]) for r in batch)
+    ids = np.zeros((len(batch), width + -width % 8 * branched), np.int64)  # (B, T); GPUs want masks in multiples of 8
     for b, r in enumerate(batch):
         ids[b, : len(work.rows[r])] = work.rows[r]
     asks = [(b, *ask) for b, r in enumerate(batch) for ask in work.asks[r]]
-    at = torch.from_numpy(np.concatenate([b * ids.shape[1] + span for b, _, _, span, _ in asks])).to(device)  # (S,)
+    net = eager(model, branches([work.paths[r] for r in batch], ids.shape[1], device)) if branched else model
+    at = torch.from_numpy(np.concatenate([b * ids.shape[1] + part for b, _, _, part, _ in asks])).to(device)  # (S,)
     targets = torch.from_numpy(np.concatenate([ask[4] for ask in asks])).long().to(device)  # (S,)
     keys = [sequence_key(seed, SEED_EVAL, work.task.index, work.asks[r][0][0]) for r in batch]  # one for all options
     ids, out = torch.from_numpy(ids).to(device), {}
-    for depth, h in model.states(ids, depths, torch.tensor(keys, device=device)):
+    for depth, h in net.states(ids, depths, torch.tensor(keys, device=device)):
         parts = []
-        for x, y in zip(model.after(h, ids).flatten(0, 1)[at].split(4096), targets.split(4096)):
+        for x, y in zip(net.after(h, ids).flatten(0, 1)[at].split(4096), targets.split(4096)):
             logits = model.head(x.float()).float()  # (s, V)
             loss = hit = lead = F.cross_entropy(logits, y, reduction="none")
             if work.task.kind == "lm":
@@ -347,7 +361,7 @@ def run_task(model, work, protocol, depths, seed, device="cpu", world=1, budget=
     Longest rows first. On a CPU each core takes batches of its own: such small products gain little from a split."""
     cpu, threads, total = torch.device(device).type == "cpu", torch.get_num_threads(), sum(map(len, work.rows))
     budget, batches, scores = budget or (1024 if cpu else 65_536), [], {}
-    for r in sorted(range(len(work.rows)), key=lambda r: (-len(work.rows[r]), r)):
+    for r in sorted(range(len(work.rows)), key=lambda r: (len(work.paths[r]) == 1, -len(work.rows[r]), r)):
         if not batches or (len(batches[-1]) + 1) * len(work.rows[batches[-1][0]]) > budget:
             batches.append([])
         batches[-1].append(r)
@@ -365,9 +379,8 @@ def run_task(model, work, protocol, depths, seed, device="cpu", world=1, budget=
             answer, margin, nats = decide(work.task.kind, protocol, options)
             table[d, :, i] = torch.tensor([answer, answer == work.gold[i], margin < NEAR, nats], dtype=torch.float64)
     table, odd = table.to(device), torch.tensor(list(work.odd.values()), device=device)
-    if world > 1:
-        dist.all_reduce(table)
-        dist.all_reduce(odd)
+    for part in (table, odd) if world > 1 else ():
+        dist.all_reduce(part)
     return dict(zip(depths, table.cpu().numpy())), dict(zip(work.odd, odd.tolist()))
 
 
@@ -375,16 +388,14 @@ def evaluate(model, enc, panel, depths, seeds, entries, baselines="v1", device="
     """Adds to entries, {depth: {label: entry}}, the tasks of a panel that it lacks; yields each label when it is done.
     Every rank calls it. In nanochat and dclm a seed changes initial states only: there the shots' seed is 1234."""
     from tqdm import tqdm
-
     def encode(task):
-        fixed = panel.protocol != "parcae" or task.shots == 0
-        return [prepare(task, panel, s, enc, model.cfg.seq_len, rank, world) for s in ([1234] if fixed else seeds)]
-
+        fixed, where = panel.protocol != "parcae" or task.shots == 0, (model.cfg.seq_len, rank, world, share)
+        return [prepare(task, panel, seed, enc, *where) for seed in ([1234] if fixed else seeds)]
+    share = model.cfg.mechanism == "none"  # the others know no memory
     todo = [t for t in panel.tasks if t.label in panel.rows and not all(t.label in entries[d] for d in depths)]
     texts = lambda task: min(panel.limit or 2**62, len(panel.rows[task.label])) * (1 + task.shots) * len(seeds)
-    style = "{percentage:3.0f}% |{bar:40}| {elapsed} gone, {remaining} left"
-    hidden = rank > 0 or not show or not sys.stderr.isatty()
-    bar = tqdm(total=sum(map(texts, todo)) + 1, disable=hidden, bar_format=style)
+    style, hidden = "{percentage:3.0f}% |{bar:40}| {elapsed} gone, {remaining} left", rank > 0 or not show
+    bar = tqdm(total=sum(map(texts, todo)) + 1, disable=hidden or not sys.stderr.isatty(), bar_format=style)
     with bar, ThreadPoolExecutor(1) as ahead:
         coming = [ahead.submit(encode, task) for task in todo[:1]]
         for j, task in enumerate(todo):
@@ -396,9 +407,6 @@ def evaluate(model, enc, panel, depths, seeds, entries, baselines="v1", device="
             for d in depths:
                 entries[d][task.label] = entry(works[0], d, results, baselines, panel.protocol)
             yield task.label
-
-
-# ---- averages
 
 
 def spread(per_seed):
@@ -426,10 +434,9 @@ def entry(work, depth, results, baselines, protocol):
 def average(title, tasks, entries):
     """The unweighted mean of the centred scores, seed by seed; called by its title only if no task is missing."""
     scores = [entries[t.label]["centered"]["per_seed"] for t in tasks if t.label in entries]
-    done, total = len(scores), len(tasks)
-    name = (title if done == total else f"{done} of the {total} tasks of {title}") if scores else None
+    name = title if len(scores) == len(tasks) else f"{len(scores)} of the {len(tasks)} tasks of {title}"
     means = {seed: float(np.mean([s[seed] for s in scores])) for seed in (scores[0] if scores else ())}
-    return {"name": name, **spread(means), "tasks_done": done, "tasks_total": total}
+    return {"name": name if scores else None, **spread(means), "tasks_done": len(scores), "tasks_total": len(tasks)}
 
 
 def summarise(panel, entries):
@@ -446,9 +453,6 @@ def summarise(panel, entries):
         found = [average(name, [t for t in tasks if getattr(t, field) == name], entries) for name in names]
         record[kind] = {a["name"]: a["mean"] for a in found if a["name"]}
     return record
-
-
-# ---- the program
 
 
 def save(path, header, records):
@@ -480,8 +484,7 @@ def earlier(path, header, say):
 
 
 def parse_args():
-    p = argparse.ArgumentParser(description="Evaluate a run.", allow_abbrev=False)
-    add = p.add_argument
+    add = (p := argparse.ArgumentParser(description="Evaluate a run.", allow_abbrev=False)).add_argument
     add("run", metavar="RUN", help="run directory")
     add("--panel", default="core", choices=[*PANELS, "val"], help="what to evaluate (default: %(default)s)")
     add("--protocol", default="parcae", choices=["parcae", "nanochat", "dclm"], help="whose rules (default: parcae)")
@@ -506,8 +509,7 @@ def open_run(run, device):
         model, cfg, config = load_run(run, device, torch.float32 if device.type == "cpu" else None)
     except (FileNotFoundError, ValueError, RuntimeError, KeyError) as e:
         fail(f"{run}: {first_line(e)}; name the directory of a run that has a checkpoint")
-    path = Path(run) / "tokenizer.json"
-    enc = load_tokenizer(path)
+    enc = load_tokenizer(path := Path(run) / "tokenizer.json")
     if tokenizer_hash(path) != config["tokenizer"]["sha256"] or enc.n_vocab != cfg.vocab_size:
         fail(f"{path} is not the tokenizer the checkpoint was trained with; copy {config['tokenizer']['path']} there")
     return model, enc, config
@@ -516,13 +518,12 @@ def open_run(run, device):
 def validation(model, enc, config, depths, device, rank, world):
     """Loss over all packed validation rows, with the initial states of the run's own evaluations -> {depth: record}."""
     from train import validate
-
     data, sizes = PackedData(config["data"]["path"]), torch.from_numpy(token_bytes(enc)).to(device)
     if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
         fail(f"{config['data']['path']} was packed with another tokenizer; pack it with the run's tokenizer.json")
     found = validate(model, data, sizes, depths, 2**62, 16, rank, world, device)
-    about = {"name": "validation loss", "std": 0.0, "tasks_done": 1, "tasks_total": 1}
-    values = {d: {"mean": found["loss"][str(d)], "bpb": found["bpb"][str(d)]} for d in depths}
+    values = {d: {"mean": found["loss"][str(d)], "std": 0.0, "bpb": found["bpb"][str(d)]} for d in depths}
+    about = {"name": "validation loss", "tasks_done": 1, "tasks_total": 1}
     return {d: {"aggregate": about | values[d], "tasks": {}} for d in depths}
 
 
@@ -532,8 +533,8 @@ def run_panel(args, model, enc, path, header, say, device, rank, world):
         fetch_bundle()
     if world > 1:
         dist.barrier()
-    protocol = "lambada" if args.panel == "lambada" else args.protocol
-    panel = load_panel(args.bundle or CACHE, args.panel, protocol, header["max_per_task"])
+    rules = "lambada" if args.panel == "lambada" else args.protocol
+    panel = load_panel(args.bundle or CACHE, args.panel, rules, header["max_per_task"])
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
     for label, why in panel.missing.items():
         say(f"left out: {label}: {why}")
@@ -554,7 +555,6 @@ def main():
     from tqdm import tqdm
 
     from train import distributed
-
     args = parse_args()
     rank, world, device = distributed("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -159,7 +159,9 @@ def figure(path, caption, runs, panels, polar=False):
                       markevery=(i * every // 3 % every, every), label=run["name"])
         axis.set(xlabel=xlabel, ylabel=ylabel, **settings)
         axis.grid(alpha=0.3)
-        axis.tick_params(axis="x", pad=24 if polar else 3)
+        axis.tick_params(axis="x", pad=6 if polar else 3)
+        for label, angle in zip(axis.get_xticklabels(), settings["xticks"] if polar else []):  # beside the circle
+            label.set_ha("center" if abs(math.cos(angle)) < 0.2 else "left" if math.cos(angle) > 0 else "right")
     if panels:
         fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         fig.savefig(path)
@@ -204,7 +206,7 @@ def core_section(runs, out):
         yield from [f"## {key[0]}: protocol {key[1]}, baselines {key[2]}, examples a task: {size}", ""]
         yield from table(["run", "depth", "score", "mean", "std over seeds", "tasks", "near ties"], [
             [r["name"], d, a["name"] or "–", fmt(a["mean"]), fmt(a["std"]), f"{a['tasks_done']} of {a['tasks_total']}",
-             sum(task["near_ties"] for task in s["tasks"].values())] for r in have
+             sum(t["near_ties"] for t in s["tasks"].values()) if a is s["aggregate"] else "–"] for r in have
             for d, s in sorted(r["core"][key].items()) for a in (s["aggregate"], s.get("core")) if a])
         yield from table(["task: accuracy / centred", *(run["name"] for run in have)], [
             [task, *(f"{fmt(t['accuracy']['mean'])} / {fmt(t['centered']['mean'])}" if t else "–"
@@ -215,7 +217,8 @@ def core_section(runs, out):
         ticks = np.arange(math.floor(10 * min(values) - 0.5), math.ceil(10 * max(values) + 0.1) + 1) / 10
         for kind in kinds:
             names = list(dict.fromkeys(name for s in near for name in s[kind]))
-            angles, labels = np.linspace(0, 2 * math.pi, len(names) + 1), [name.replace(" ", "\n", 1) for name in names]
+            angles, parts = np.linspace(0, 2 * math.pi, len(names) + 1), [n.rpartition(" tasks of ") for n in names]
+            labels = [f"{name.replace(' ', chr(10), 1)}\n{some}".strip() for some, _, name in parts]  # 10 of the 11
             curves = [(angles, np.array([s[kind].get(name) for name in [*names, *names[:1]]], float)) for s in near]
             radars.append(("", "", curves, {"xticks": angles[:-1], "xticklabels": labels, "yticks": ticks,
                                             "ylim": (ticks[0], ticks[-1]), "level": 0}))

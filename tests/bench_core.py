@@ -74,7 +74,7 @@ def main():
     for task in (t for t in panel.tasks if t.label in panel.rows):
         rows = panel.rows[task.label]
         wall, cpu = time.perf_counter(), time.process_time()
-        work = ce.prepare(task, panel, 1234, enc, model.cfg.seq_len)
+        work = ce.prepare(task, panel, 1234, enc, model.cfg.seq_len, share=model.cfg.mechanism == "none")
         found, _ = ce.run_task(model, work, args.protocol, depths, 1234, budget=args.budget)
         t = {"fast": time.perf_counter() - wall, "fast_cpu": time.process_time() - cpu}
         wall, cpu = time.perf_counter(), time.process_time()

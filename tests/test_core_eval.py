@@ -3,6 +3,7 @@
 EVAL_BUNDLE=/path/to/eval_bundle.zip pytest tests/test_core_eval.py     # real task files as well
 """
 
+import copy
 import json
 import math
 import os
@@ -201,11 +202,13 @@ def panel_of(task, rows, protocol="parcae", limit=None):
     return SimpleNamespace(name="core", protocol=protocol, limit=limit, tasks=[task], rows=rows, missing={})
 
 
-def answers_of(model, enc, task, rows, protocol="parcae", seed=1234, depths=(2,), budget=None, limit=None, ranks=1):
+def answers_of(model, enc, task, rows, protocol="parcae", seed=1234, depths=(2,), budget=None, limit=None, ranks=1,
+               share=None):
     """The fast path, summed over ranks -> ({depth: (4, n) table}, odd counts)."""
     total, odds = None, {}
     for rank in range(ranks):
-        work = ce.prepare(task, panel_of(task, rows, protocol, limit), seed, enc, model.cfg.seq_len, rank, ranks)
+        where = model.cfg.seq_len, rank, ranks, model.cfg.mechanism == "none" if share is None else share
+        work = ce.prepare(task, panel_of(task, rows, protocol, limit), seed, enc, *where)
         tables, odd = ce.run_task(model, work, protocol, list(depths), seed, budget=budget)
         total = tables if total is None else {d: total[d] + tables[d] for d in depths}
         odds = {name: odds.get(name, 0) + count for name, count in odd.items()}
@@ -217,7 +220,7 @@ class Scripted:
 
     def __init__(self, table, seq_len=512):
         self.table = torch.as_tensor(table, dtype=torch.float32)  # (V, V)
-        self.cfg = SimpleNamespace(seq_len=seq_len, vocab_size=len(self.table), n_core=1, state_init="zero")
+        self.cfg = SimpleNamespace(seq_len=seq_len, vocab_size=len(self.table), mechanism="attnres")
 
     def states(self, ids, depths, keys):
         for depth in sorted(set(depths)):
@@ -258,7 +261,6 @@ def net(enc):
 
 LOG = """.304023 .009920 .320407 .510522 .258532 .600000 .285012 .620239 .296000 .252086 .304621 .553114 .516180 .143000
 .269565 .368939 .109524 .000000 .035478 .078542 .542813 .252300"""  # CORE accuracies of a public log, in table order
-
 
 
 def test_core_of_a_public_log():
@@ -355,6 +357,54 @@ def test_choices_that_differ_in_their_last_token_take_one_row(enc):
     assert len({len(enc.encode_ordinary(" " + c)) for c in ("Yes", "No")}) == 1 and len(work.rows) == 3
     work = ce.prepare(task, panel_of(task, [dict(r, choices=["a", "a mat", "a mat and"]) for r in rows]), 1, enc, 64)
     assert len(work.rows) == 3 and all(len(asks) == 2 for asks in work.asks)  # the first is empty
+
+
+def test_what_options_have_in_common_is_computed_once(enc, net):
+    """Branches of one row: as many columns as there are different beginnings, and the losses of rows of their own."""
+    task, stem = task_of("mc", shots=0), " ".join(WORDS[:12])
+    choices = [["a mat", "a dog and", "a dog run", "red"], ["Yes", "No"], [" ".join(WORDS[i:]) for i in (0, 9, 13)]]
+    rows = [{"query": stem[i:], "choices": c, "gold": 0} for i, c in enumerate(choices)]
+    panel = panel_of(task, rows)
+    alone, shared = (ce.prepare(task, panel, 1, enc, 48, share=share) for share in (False, True))
+    assert len(shared.rows) == 4 < len(alone.rows)  # two options of the last example share less than half
+    for row, paths in zip(shared.rows, shared.paths):
+        assert len(row) == len({tuple(row[path][:n]) for path, _ in paths for n in range(1, len(path) + 1)})
+    assert sum(map(len, shared.paths)) == len(alone.rows) and sum(map(len, shared.rows)) < sum(map(len, alone.rows))
+    for depths in ([2], [1, 3]):
+        one, other = (
+            {k: v for r in range(len(w.rows)) for k, v in ce.score_batch(net, w, [r], depths, 1, "cpu").items()}
+            for w in (alone, shared)
+        )
+        together = ce.score_batch(net, shared, range(len(shared.rows)), depths, 1, "cpu")
+        assert one.keys() == other.keys() == together.keys() and len(one) == 9 * len(depths)
+        for key in one:
+            torch.testing.assert_close(other[key][0], one[key][0], rtol=0, atol=2e-5)
+            torch.testing.assert_close(together[key][0], one[key][0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("mechanism", ["attnres", "hyper"])
+def test_mechanisms_and_flat_models_give_the_answers_of_one_example_at_a_time(enc, mechanism):
+    rows, small = make_rows("mc", 12, seed=5), dict(vocab_size=enc.n_vocab, seq_len=48, d_model=32, d_mlp=64, mu_rec=2)
+    for depth, kind in ((2, dict(mechanism=mechanism)), (0, dict(n_core=0))):
+        model = Model(ModelConfig(**small, **kind))
+        model.init_weights(3)
+        tables, _ = answers_of(model.eval(), enc, task_of("mc"), rows, depths=(depth,))
+        want, safe = slow_task(model, enc, task_of("mc"), rows, "parcae", 1234, depth)[0], tables[depth][2] == 0
+        assert safe.any() and (tables[depth][0] == want)[safe].all()
+
+
+def test_a_model_in_training_can_be_evaluated(enc, net):
+    """What train.py does at --core-every: compiled pieces, and nothing is left changed."""
+    model, rows = copy.deepcopy(net).train(), make_rows("mc", 12, seed=6)
+    task, depth = task_of("mc"), net.cfg.mu_rec
+    want, calls = entry_of(net, enc, panel_of(task, rows)), []
+    model.compile_pieces(backend=lambda graph, inputs: calls.append(1) or graph)
+    before = torch.get_num_threads(), torch.get_rng_state(), random.getstate(), model.core_step
+    entries = {depth: {}}
+    assert list(ce.evaluate(ce.eager(model), enc, panel_of(task, rows), [depth], [1234], entries)) == ["made"]
+    assert entries[depth]["made"] == want and not calls and model.training
+    assert torch.equal(torch.get_rng_state(), before[1]) and model.core_step is before[3]
+    assert (torch.get_num_threads(), random.getstate()) == (before[0], before[2])
 
 
 def test_scripted_model_is_right_where_it_should_be(enc):
@@ -611,7 +661,7 @@ def program(run, *flags, ranks=0):
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=run.parent)
 
 
-def test_program_writes_results_and_skips_what_is_done(run, monkeypatch):
+def test_program_writes_results_and_skips_what_is_done(run, monkeypatch, capsys):
     out, file = program(run, "--depth", "1,2", "--seeds", "5,6"), run / "core_core_parcae.json"
     assert out.returncode == 0 and "written" in out.stdout and "CORE" in out.stdout, out.stderr
     first = json.loads(file.read_text())
@@ -635,8 +685,14 @@ def test_program_writes_results_and_skips_what_is_done(run, monkeypatch):
     assert "copa" not in seen and len(set(seen)) == 21 and json.loads(file.read_text())["depths"]["2"] == record
     seen.clear()
     sys.argv += ["--max-per-task", "12"]
+    capsys.readouterr()
     ce.main()
     assert len(set(seen)) == 22  # other settings: nothing is kept
+    assert "another max_per_task; all tasks run again" in capsys.readouterr().out
+    for damage, said in (("{", "is damaged"), (json.dumps({**json.loads(file.read_text()), "bundle_sha256": "0"}), "")):
+        file.write_text(damage)
+        ce.main()
+        assert (said or "made with another bundle_sha256") in capsys.readouterr().out
 
 
 def test_two_ranks_give_the_scores_of_one(run):

@@ -67,12 +67,6 @@ class Memory:
             if self.is_core(layer) and t >= loops:
                 kv[:, self.row, self.at] = self.slots[self.slot(layer, loops - 1)][:, self.row, self.at]
 
-    def select(self, rows: torch.Tensor) -> "Memory":
-        """A copy whose row i is row rows[i] of this one."""
-        copy = Memory(self.cfg, len(rows), self.room, self.cache_loops)
-        copy.slots = {name: kv[:, rows] for name, kv in self.slots.items()}
-        return copy
-
     def bytes(self) -> int:
         return sum(kv.nbytes for kv in self.slots.values())
 

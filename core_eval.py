@@ -171,6 +171,15 @@ def load_panel(path, name="core", protocol="parcae", limit=None):
     return panel
 
 
+def open_panel(bundle, name="core", protocol="parcae", limit=None, rank=0, world=1):
+    """load_panel; of the public bundle, fetched once, if none is given. Every rank calls it."""
+    if not bundle and not CACHE.is_file() and rank == 0:
+        fetch_bundle()
+    if world > 1:
+        dist.barrier()
+    return load_panel(bundle or CACHE, name, protocol, limit)
+
+
 def pools(task, rows, protocol, limit):
     """-> [(rows to draw shots from, how many of the first are scored)]. nanochat, parcae: shuffled, and cut to `limit`.
     dclm: file order, stripped but for the choices, by category; it knows no limit, so a cut changes no shots here."""
@@ -529,12 +538,8 @@ def validation(model, enc, config, depths, device, rank, world):
 
 def run_panel(args, model, enc, path, header, say, device, rank, world):
     """-> {depth: record}; what an earlier start has finished is kept, and every task is saved as soon as it is done."""
-    if not args.bundle and not CACHE.is_file() and rank == 0:
-        fetch_bundle()
-    if world > 1:
-        dist.barrier()
     rules = "lambada" if args.panel == "lambada" else args.protocol
-    panel = load_panel(args.bundle or CACHE, args.panel, rules, header["max_per_task"])
+    panel = open_panel(args.bundle, args.panel, rules, header["max_per_task"], rank, world)
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
     for label, why in panel.missing.items():
         say(f"left out: {label}: {why}")
@@ -555,13 +560,14 @@ def main():
     from tqdm import tqdm
 
     from train import distributed
+
     args = parse_args()
     rank, world, device = distributed("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
     model, enc, config = open_run(args.run, device)
     args.depth = args.depth if args.depth and model.cfg.n_core else [model.cfg.mu_rec]  # a flat model has depth 0 only
     say = tqdm.write if rank == 0 else lambda text: None
-    path, checkpoint = Path(args.run) / f"core_{args.panel}_{args.protocol}", max(Path(args.run).glob("step_*.pt"))
+    path, checkpoint = Path(args.run) / f"core_{args.panel}_{args.protocol}", Path(args.run) / config["checkpoint"]
     header = {"panel": args.panel, "protocol": args.protocol, "baselines": args.baselines, "bundle_sha256": None,
               "max_per_task": max(0, args.max_per_task) or None, "seeds": args.seeds, "dtype": str(model.dtype)[6:],
               "checkpoint": f"{checkpoint.name} {file_hash(checkpoint)}", "missing": {},

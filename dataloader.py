@@ -240,7 +240,7 @@ def pack(args):
     settings, jobs = plan_shards(args, enc)
     with corpus.lock(out), ThreadPoolExecutor(args.workers) as pool:
         old = read_checked(out / "manifest.json") or settings | {"val": None, "train": []}
-        if changed := [f"{key} {old[key]} (now {new})" for key, new in settings.items() if old[key] != new]:
+        if changed := [f"{k} {old.get(k)} (now {new})" for k, new in settings.items() if old.get(k) != new]:
             fail(f"{out} was packed with {', '.join(changed)}; delete it or choose another --out")
         earlier = {entry["file"]: entry for entry in [old["val"], *old["train"]] if entry}
         write_atomic(out / "tokenizer.json", Path(args.tokenizer).read_bytes())  # the rows' own copy
@@ -297,13 +297,20 @@ def permute(index, n, key):
 class PackedData:
     """A folder written by pack, memory-mapped: rows by id, and the seeded order in which training visits them."""
 
-    def __init__(self, folder, wait_s=1800.0):
-        """wait_s: seconds that a stream still being packed may stand still before the program gives up."""
-        self.folder, self.wait_s, self.maps = Path(folder), wait_s, {}
-        self._read()
-        if self.manifest["shuffle"] == "all" and not self.manifest["complete"]:
-            fail(f"packing of {folder} is not finished; run the same python dataloader.py pack command again")
-        self._wait(lambda: self.rows("val") and self.rows("train"), "validation rows and the first shard")
+    def __init__(self, folder, wait_s=1800.0, check=(0, 0)):
+        """wait_s: seconds that a stream still being packed may stand still before the program gives up. check = (i, n):
+        verify the checksums of every n-th shard from the i-th on, not only of the validation rows."""
+        self.folder, self.wait_s, self.check, self.maps = Path(folder), wait_s, check, {}
+        try:
+            self._read()
+            if self.manifest["shuffle"] not in ("all", "shard"):
+                raise ValueError("shuffle")
+            if self.manifest["shuffle"] == "all" and not self.manifest["complete"]:
+                fail(f"packing of {folder} is not finished; run the same python dataloader.py pack command again")
+            self._wait(lambda: self.rows("val") and self.rows("train"), "validation rows and the first shard")
+            self.sha256(), int(self.manifest["vocab_size"]), int(self.manifest["bos_id"])
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:  # whole, but not pack's
+            fail(f"{self.folder}/manifest.json is damaged ({first_line(e)}); delete it and pack again")
 
     def _read(self):
         """Reads the manifest and maps the shards not seen yet, each checked against it."""
@@ -319,6 +326,9 @@ class PackedData:
                 head = path.open("rb").read(128) if path.exists() else b""
                 if head != npy_header(rows, row) or path.stat().st_size != 128 + 2 * rows * row:
                     fail(f"{path} is damaged or missing (the manifest says {rows} × {row}); run pack again")
+                i, n = self.check
+                if (entry is m["val"] or n and len(self.maps) % n == i) and file_hash(path) != entry["sha256"]:
+                    fail(f"{path} is damaged (its checksum does not hold); delete it and run pack again")
                 self.maps[path] = np.memmap(path, "<u2", "r", 128, (rows, row))
 
     def _wait(self, ready, what):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus import fail, file_hash, find_sources, run_cli, texts
+from corpus import fail, file_hash, find_sources, first_line, run_cli, texts
 from dataloader import read_checked, write_checked
 
 BOS, EOS, PAD = SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
@@ -36,8 +36,15 @@ def load_tokenizer(path):
     import tiktoken
 
     data = read_checked(path) or fail(f"no tokenizer at {path}; python tokenizer_train.py makes one")
-    ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}
-    return tiktoken.Encoding("bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=data["specials"])
+    try:
+        ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}
+        specials = {name: len(data["ranks"]) + i for i, name in enumerate(SPECIALS)}
+        whole = len(ranks) == len(data["ranks"]) and all(bytes([i]) in ranks for i in range(256))
+        if data["specials"] != specials or not whole:
+            raise ValueError("tokens are missing, doubled or misplaced")
+        return tiktoken.Encoding("bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=specials)
+    except (ValueError, TypeError, LookupError, AttributeError) as e:  # whole, but not as save_tokenizer writes it
+        fail(f"{path} is not a tokenizer of this program ({first_line(e)}); make it again")
 
 
 def token_bytes(enc):

@@ -12,6 +12,7 @@ A run directory holds config.json, log.jsonl, the tokenizer and the checkpoints;
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -27,6 +28,7 @@ import time
 import zlib
 from collections import deque
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +36,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from checkpoint import newest_checkpoint, save_checkpoint
-from dataloader import PackedData, fail, run_cli, write_atomic
+import core_eval
+from checkpoint import load_run, newest_checkpoint, restore, save_checkpoint, written
+from dataloader import PackedData, fail, file_hash, first_line, run_cli, write_atomic
 from depth import SEED_EVAL, SEED_STATE, deepest, sample_depths, sequence_key
 from dynamics import spectra
 from model import CHOICES, PRESETS, Model, ModelConfig, discretise, flag, parameter_count
@@ -53,10 +56,13 @@ RECIPES = {  # tokens, sequences a step, AdamW and Muon peak learning rates, opt
     "rdm-tiny": (2.2e6, 16, 1e-3, 0, "adamw", 50, 0.5),
 }
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "4090": 165e12}  # dense bf16 FLOP/s
+CORE_EXAMPLES = 32  # a task of --core-every; ten-shot tasks need 11
 BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
+HANG = timedelta(minutes=5)  # that a rank waits for another; one that dies is noticed at once
 # flags that may change when a run is continued; all others decide its numbers
 FREE = {"out", "resume", "stop_at", "save_every", "log_every", "device_batch_size", "compile", "wandb", "data",
-        "device", "loss_chunk", "checkpoint_loops", "eval_every", "eval_tokens", "eval_depths"}  # fmt: skip
+        "device", "loss_chunk", "checkpoint_loops", "eval_every", "eval_tokens", "eval_depths", "core_every",
+        "bundle"}  # fmt: skip
 
 
 def parse_args(argv=None):
@@ -89,8 +95,11 @@ def parse_args(argv=None):
     add("--eval-every", type=int, default=0, help="steps between validations at mu_rec (default: a fifth of the run)")
     add("--eval-tokens", type=float, default=None, help="validation tokens (default: 10.5e6; tiny: 131072)")
     add("--eval-depths", default=None, help="depths of the final validation, e.g. 1,2,4,8,16 (default: those)")
+    add("--core-every", type=int, default=0, help="steps between reduced CORE panels (default: none)")
+    add("--bundle", default=None, help="CORE task data, a zip or folder (default: data/eval_bundle.zip, fetched once)")
     add("--save-every", type=int, default=1000, help="steps between checkpoints; the last two and the final one stay")
     add("--stop-at", type=int, default=None, help="save and stop after this step; the schedule is unchanged")
+    add("--init-from", default=None, help="run whose newest weights to begin with: new optimiser, step 0")
     add("--resume", action="store_true", help="continue the run directory if it exists")
     add("--log-every", type=int, default=10, help="steps between lines on the screen; log.jsonl has every step")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
@@ -112,6 +121,9 @@ def model_config(args) -> ModelConfig:
     given = {f: getattr(args, f) for f in preset if getattr(args, f) is not None}
     if "mu_rec" in given and "mu_bwd" not in given:
         preset["mu_bwd"] = 0  # half of mu_rec again, not of the preset's
+    for name, value in given.items():
+        if not isinstance(value, str) and not 0 <= value < 1 << 31:
+            fail(f"{flag(name)} {value} is out of range: it must lie in [0, 2^31)")
     loop = {"gain", "injection", "mu_rec", "mu_bwd", "sampling", "granularity", "mechanism", "streams"}
     if preset["n_core"] == 0 and given.keys() & loop:
         names = " ".join(flag(f) for f in given if f in loop)
@@ -134,7 +146,8 @@ def settle(args, cfg: ModelConfig, world: int) -> int:
     for name, low, high in (("warmup", 0, math.inf), ("cooldown", 0, math.inf), ("clip", 1e-9, math.inf),
                             ("weight_decay", 0, math.inf), ("device_batch_size", 1, 1 << 20), ("muon_lr", 0, math.inf),
                             ("adam_lr", 0, math.inf), ("batch_size", 1, 1 << 20), ("save_every", 1, math.inf),
-                            ("log_every", 1, math.inf), ("eval_every", 0, math.inf), ("loss_chunk", 0, math.inf),
+                            ("log_every", 1, math.inf), ("eval_every", 0, math.inf), ("core_every", 0, math.inf),
+                            ("loss_chunk", 0, math.inf),
                             ("eval_tokens", cfg.seq_len, math.inf), ("tokens", 1, math.inf),
                             ("seed", 0, (1 << 63) - 1), ("stop_at", 1, math.inf)):  # fmt: skip
         value = getattr(args, name)
@@ -151,6 +164,8 @@ def settle(args, cfg: ModelConfig, world: int) -> int:
     if steps < 1:
         fail(f"--tokens {args.tokens:g} is less than one step of {args.batch_size} × {cfg.seq_len} tokens")
     args.eval_every = args.eval_every or max(1, math.ceil(steps / 5))
+    if args.wandb and not find_spec("wandb"):
+        fail("--wandb needs the package wandb; pip install wandb, or leave it out")
     text = args.eval_depths or "1,2,4,8,16"
     if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text):
         fail(f"--eval-depths {text} must be depths of at least 1 between commas, e.g. 1,2,4,8,16")
@@ -162,12 +177,14 @@ def settle(args, cfg: ModelConfig, world: int) -> int:
 def distributed(device: str):
     """-> (rank, world, device of this rank). Also right for one process without torchrun."""
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if device == "cuda" and local >= torch.cuda.device_count():
+        fail(f"--device cuda: process {local} finds {torch.cuda.device_count()} GPUs; start as many, or --device cpu")
     where = torch.device("cuda", local) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(where)
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=HANG)
     return rank, world, where
 
 
@@ -231,12 +248,17 @@ def probe_memory(model: Model, rows: int, given: bool, batch: int, world: int, d
             dist.all_reduce(fits, dist.ReduceOp.MIN)
         if fits:
             return rows
-        smaller = next((b for b in range(rows // 2, 0, -1) if batch % (world * b) == 0), 0)
-        if given or not smaller:
-            fail(f"--device-batch-size {rows} does not fit the device's memory at the deepest depth; "
-                 f"try --device-batch-size {max(1, smaller)}, with --checkpoint-loops if that is 1")  # fmt: skip
+        less, advice = less_memory(rows, batch, world)
+        if given or not less:
+            fail(f"--device-batch-size {rows} does not fit the device's memory at the deepest depth; {advice}")
         torch.cuda.empty_cache()
-        rows = smaller
+        rows = less
+
+
+def less_memory(rows: int, batch: int, world: int) -> tuple[int, str]:
+    """The next smaller device batch that divides the batch, 0 if there is none, and what to type."""
+    less = next((b for b in range(rows // 2, 0, -1) if batch % (world * b) == 0), 0)
+    return less, f"try --device-batch-size {less}" if less else "try --checkpoint-loops or a shorter --seq-len"
 
 
 def deal(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
@@ -336,7 +358,10 @@ def open_data(args, cfg: ModelConfig, rank: int, world: int):
         dist.barrier()
     if not (folder / "manifest.json").is_file():
         fail(f"--data {folder} holds no packed rows; make them with `python dataloader.py pack --out {folder} …`")
-    data = PackedData(folder)
+    here, local = (int(os.environ.get(k, d)) for k, d in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    data = PackedData(folder, check=(local, here))  # a machine's ranks share the reading of its files
+    if file_hash(folder / "tokenizer.json") != data.manifest["tokenizer_sha256"]:
+        fail(f"{folder}/tokenizer.json is not the tokenizer of these rows; run pack again")
     for key, want in (("seq_len", cfg.seq_len), ("vocab_size", cfg.vocab_size)):
         if data.manifest[key] != want:
             fail(f"{folder} was packed with {key} {data.manifest[key]}, the model has {want}; "
@@ -357,12 +382,14 @@ def prepare_stdlib(folder: Path, cfg: ModelConfig) -> None:
             fail("the default data could not be made (see above); give packed rows with --data")
 
 
-def prepare_run(args, config: dict) -> bool:
-    """Rank 0 makes the run directory, or checks the one to continue; -> whether there is one to continue."""
+def prepare_run(args, config: dict) -> Path | None:
+    """Rank 0 makes the run directory, or checks the one to continue; -> the checkpoint to continue from."""
     run, old = Path(args.out), Path(args.out) / "config.json"
     if run.exists() and not args.resume:
         fail(f"{run} exists; add --resume to continue it, or name another with --out")
     again = old.is_file()
+    if not again and any(run.glob("step_*.pt")):
+        fail(f"{run} has checkpoints but no config.json; restore it, or name another run with --out")
     try:
         diff = compare(json.loads(old.read_text()), config) if again else []
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -376,7 +403,12 @@ def prepare_run(args, config: dict) -> bool:
         shutil.copyfile(config["tokenizer"]["path"], run / "tokenizer.json")
     except OSError as e:
         fail(f"{e.filename}: {e.strerror}; the run directory is {run}")
-    return again
+    for left in run.glob(".step_*.tmp"):  # of a killed run
+        left.unlink()
+    newest = newest_checkpoint(run)
+    if again and not newest:
+        print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
+    return newest
 
 
 class Log:
@@ -436,9 +468,50 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "linux" else 30)
 
 
+def explain(e: Exception, args, progress: dict) -> None:
+    """Ends the run: what befell it from outside is one line, a fault of the program keeps its traceback."""
+    rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if isinstance(e, MemoryError | torch.OutOfMemoryError) or re.search("allocate memory|bad_alloc", str(e)):
+        rows = args.device_batch_size or 1
+        advice = less_memory(rows, args.batch_size or 1, world)[1]
+        what = f"out of memory with --device-batch-size {rows} (peak {peak_memory():.1f} GB); {advice}"
+    elif isinstance(e, dist.DistError) or world > 1 and "gloo" in str(e):
+        reason = str(e).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        what = f"another rank ended or hangs, and said why if it could ({reason})"
+    elif isinstance(e, OSError) and progress["step"]:
+        what = f"{e.filename or args.out}: {e.strerror or e}"
+    else:
+        raise e
+    with contextlib.suppress(OSError):
+        written()
+    saved = max(Path(args.out or "none").glob("step_*.pt"), default="none")
+    print(f"error: rank {rank} of {world}, after step {progress['step']}: {what}; last checkpoint: {saved}; "
+          "the same command with --resume continues", file=sys.stderr, flush=True)  # fmt: skip
+    os._exit(1) if world > 1 else sys.exit(1)  # leaving a broken group in order could hang
+
+
 def main(argv=None):
+    args, progress = parse_args(argv), {"step": 0}
+    try:
+        train(args, progress)
+    except (RuntimeError, MemoryError, OSError) as e:
+        explain(e, args, progress)
+
+
+def begin_from(run, model: Model, data: PackedData) -> None:
+    """Puts another run's newest weights into the model."""
+    try:
+        other, _, config = load_run(run)
+        model.load_state_dict(other.state_dict())
+    except (FileNotFoundError, ValueError, RuntimeError) as e:
+        fail(f"--init-from {run}: {first_line(e)}")
+    if config["tokenizer"]["sha256"] != data.manifest["tokenizer_sha256"]:
+        fail(f"--init-from {run} has another tokenizer than the data; pack them with {run}/tokenizer.json")
+
+
+def train(args, progress: dict) -> None:
+    """The run. progress["step"]: the last whole step, for whoever must explain its end."""
     # 1. the run: flags, ranks, data, directory
-    args = parse_args(argv)
     cfg = model_config(args)
     rank, world, device = distributed(args.device)
     say = print if rank == 0 else (lambda *a, **k: None)
@@ -468,7 +541,7 @@ def main(argv=None):
     told = [prepare_run(args, config), args.dtype] if rank == 0 else [None, None]
     if world > 1:
         dist.broadcast_object_list(told)
-    again, args.dtype = told
+    newest, args.dtype = told
     run = Path(args.out)
 
     # 2. model and optimiser
@@ -476,12 +549,9 @@ def main(argv=None):
     model = Model(cfg)
     model.dtype, model.loss_chunk = getattr(torch, args.dtype), args.loss_chunk or 0
     model.checkpoint_loops = args.checkpoint_loops
-    state = newest_checkpoint(run) if again else None
-    first = state["step"] if state else 0
-    if state:
-        model.load_state_dict(state["model"])
-    else:
-        model.init_weights(args.seed)
+    model.init_weights(args.seed)
+    if args.init_from and not newest:
+        begin_from(args.init_from, model, data)
     model.to(device)
     compiled = args.compile == "on" or (args.compile == "auto" and args.device == "cuda")
     shared = dict(clip=args.clip, weight_decay=args.weight_decay, rank=rank, world=world, compile=compiled)
@@ -490,9 +560,7 @@ def main(argv=None):
     else:
         shared |= dict(betas=(0.9, 0.95), eps=0.0, update_clip=True)
         opt = MuonAdamW(model.named_parameters(), set(), 0.0, args.adam_lr, **shared)
-    if state:
-        opt.load_state_dict(state["optimizer"])
-    state = None
+    first = restore(newest, model, opt) if newest else 0
     if args.loss_chunk is None:  # a quarter of a GPU's memory for a micro-batch's logits and their gradient is too much
         large = 4 * args.device_batch_size * cfg.seq_len * cfg.vocab_size
         room = torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 0
@@ -508,13 +576,15 @@ def main(argv=None):
     # 3. what will happen
     local, micro = B // world, args.device_batch_size
     depths = [int(d) for d in args.eval_depths.split(",")]
-    sizes = torch.from_numpy(token_bytes(load_tokenizer(folder / "tokenizer.json"))).to(device)
+    enc = load_tokenizer(folder / "tokenizer.json")
+    sizes = torch.from_numpy(token_bytes(enc)).to(device)
+    panel = core_eval.open_panel(args.bundle, limit=CORE_EXAMPLES, rank=rank, world=world) if args.core_every else None
     say(f"{run.name}: {config['params']:,} parameters, {cfg.flops_per_token() / 1e6:,.0f} MFLOPs a token")
     say(f"{steps} steps of {B} × {T} tokens = {steps * B * T:,}; {world} rank(s) × {local // micro} × {micro} rows")
     say(f"{device.type}, activations {args.dtype} ({why}), compile {'on' if compiled else 'off'}; directory {run}")
     if first:
         say(f"continuing after step {first}")
-    caught = []
+    progress["step"], caught = first, []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, frame: caught.append(n))
     log = Log(run, config, args, device, first) if rank == 0 else None
@@ -532,6 +602,16 @@ def main(argv=None):
         say(f"step {step}  validation loss at depth {losses}  ({result['eval_tokens']:,} tokens)", flush=True)
         return result
 
+    def core(step: int) -> None:
+        at, entries = cfg.mu_rec, {cfg.mu_rec: {}}
+        where = "v1", device, rank, world
+        for _ in core_eval.evaluate(core_eval.eager(model), enc, panel, [at], [1234], entries, *where):
+            pass
+        score = core_eval.summarise(panel, entries[at])["aggregate"]
+        if log:
+            log.record({"kind": "core", "step": step, "tokens": step * B * T, **score})
+        say(f"step {step}  {score['name']}: {score['mean']:.4f} centred", flush=True)
+
     def finish(entry: dict, out: torch.Tensor) -> bool:
         """Takes a step's numbers from the device and records them; -> whether some rank was asked to stop."""
         nonlocal bad
@@ -547,16 +627,19 @@ def main(argv=None):
         if log:
             log.step(entry)
         if bad == BAD_STEPS:
-            saved = sorted(run.glob("step_*.pt"))
+            written()
+            saved = max(run.glob("step_*.pt"), default="none")
             say(f"stopped at step {entry['step']}: {bad} steps in a row, sequences {(entry['step'] - bad) * B} to "
-                f"{entry['step'] * B - 1}, had no finite loss or gradient; last good checkpoint: "
-                f"{saved[-1] if saved else 'none'}. Lower --adam-lr or --muon-lr", file=sys.stderr)  # fmt: skip
+                f"{entry['step'] * B - 1}, had no finite loss or gradient; last good checkpoint: {saved}. "
+                "Lower --adam-lr or --muon-lr", file=sys.stderr)  # fmt: skip
             sys.exit(1)
         return stopping > 0
 
     # 4. training
     model.train()
-    pending, stopped, step = None, False, first
+    if 0 < first < steps and first % args.eval_every == 0:  # its validation may have been cut off
+        evaluate(first, [cfg.mu_rec])
+    pending, stopped, step = None, first >= (args.stop_at or math.inf), first
     while step < steps and not stopped:
         n, k = sample_depths(cfg, args.seed, step, B, args.depth_stratified)
         mine = deal(n, k, world)[rank]
@@ -579,6 +662,8 @@ def main(argv=None):
         if pending:  # a GPU is read one step behind, so that it always has work
             stopped = finish(*pending)
         step += 1
+        progress["step"] = step
+        written(wait=False)
         pending = ({"kind": "train", "step": step, "tokens": step * B * T, "lr": lr,
                     "depth_mean": float((n + k).mean()), "rows": zlib.crc32(rows.tobytes())}, out)  # fmt: skip
         if step == first + 20:  # collections would stall all ranks
@@ -587,16 +672,20 @@ def main(argv=None):
             gc.disable()
         stopped = stopped or step == args.stop_at
         save, look = step % args.save_every == 0 or step == steps, step % args.eval_every == 0 and step < steps
-        if save or look or stopped or device.type == "cpu":
+        score = panel and step % args.core_every == 0
+        if save or look or score or stopped or device.type == "cpu":
             stopped, pending = finish(*pending) or stopped, None
             if save or stopped:
                 save_checkpoint(run, step, model, opt, rank)  # before evaluation, which might fail
             if look and not stopped:
                 evaluate(step, [cfg.mu_rec])
-            if log and (save or look):
+            if score and not stopped:
+                core(step)
+            if log and (save or look or score):
                 log.last = time.perf_counter()
 
     # 5. the end
+    written()
     if step < steps or stopped and caught:
         say(f"stopped after step {step} of {steps} and saved; the same command with --resume continues")
     else:

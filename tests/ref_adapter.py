@@ -1,41 +1,14 @@
 """Our model behind the interface of a harness that times and checks it beside the reference implementation of Parcae.
 
 `build(cfg, ref_model, device, amp, compile)` takes the reference's configuration as a dict and its model; `step(ids,
-labels, depths, h0)` runs forward and backward. `load_ref` copies the weights, converting its three conventions: the ½
-in its ReLU², rotary pairs interleaved rather than split in halves, and the names of the layers.
+labels, depths, h0)` runs forward and backward. `load_ref` copies the weights as convert.py does.
 """
 
 import numpy as np
 import torch
 
+from convert import from_reference
 from model import Model, ModelConfig
-
-
-def convert(ref_state: dict, cfg: ModelConfig) -> dict:
-    """The reference's state dict -> ours."""
-    K = cfg.d_model // cfg.n_head
-    halves = torch.cat([torch.arange(0, K, 2), torch.arange(1, K, 2)])  # x_0, x_2, … then x_1, x_3, …
-    parts = {"prelude": 0, "core_block": cfg.n_prelude, "coda": cfg.n_prelude + cfg.n_core}
-    names = {"c_q": "q", "c_k": "k", "c_v": "v", "c_proj": "o", "ve_gate": "gate", "norm_1": "norm1", "norm_2": "norm2"}
-    fixed = {"wte.weight": "wte.weight", "ln_f.weight": "norm_f.weight", "ln_prelude.weight": "norm_e.weight",
-             "C.weight": "C.weight", "adapter.A_log": "A_log", "adapter.dt_bias": "dt_bias",
-             "adapter.B": "B"}  # fmt: skip
-    out = {}
-    for name, w in ref_state.items():
-        name = name.removeprefix("_orig_mod.")
-        path = name.removeprefix("transformer.").split(".")
-        if path[0] == "value_embeds":
-            out[f"ve.{path[1]}.weight"] = w
-        elif path[0] in parts:
-            layer = parts[path[0]] + int(path[1])
-            if path[3] in ("c_q", "c_k"):
-                w = w.view(cfg.n_head, K, -1)[:, halves].reshape(w.shape)
-            if path[3] == "proj":
-                w = w / 2
-            out[".".join(["blocks", str(layer), *(names.get(p, p) for p in path[2:])])] = w
-        elif ".".join(path) in fixed:
-            out[fixed[".".join(path)]] = w
-    return out
 
 
 class build:  # noqa: N801  the harness calls it as a function
@@ -55,7 +28,7 @@ class build:  # noqa: N801  the harness calls it as a function
             self.model.compile_pieces()
 
     def load_ref(self, ref_model):
-        self.model.load_state_dict(convert(ref_model.state_dict(), self.cfg))
+        self.model.load_state_dict(from_reference(ref_model.state_dict(), self.cfg))
 
     def step(self, ids, labels, depths, h0):
         order = np.argsort(-np.asarray(depths), kind="stable")

@@ -386,3 +386,29 @@ def test_the_validation_file_is_pinned_by_name(folder, tokenizer, packed, tmp_pa
     (folder / "zz_notes.txt").write_text("a .txt file beside tables is text to train on")
     units, (name, _), holdout = co.find_sources(folder)
     assert name == "shard_00003.parquet" and units[-1][0] == "zz_notes.txt" and not holdout
+
+
+def test_checksums_find_a_changed_token_and_a_manifest_or_tokenizer_of_others(packed, tokenizer, tmp_path, capsys):
+    for file, check in ("shard_00001.npy", (0, 1)), ("shard_00001.npy", (0, 2)), ("val.npy", (0, 0)):
+        before = (packed / file).read_bytes()
+        (packed / file).write_bytes(before[:150] + bytes([before[150] ^ 1]) + before[151:])  # still a token
+        expect_error(capsys, lambda c=check: dl.PackedData(packed, check=c), f"{file} is damaged (its checksum")
+        (packed / file).write_bytes(before)
+        dl.PackedData(packed, check=check)
+    manifest, tokens = dl.read_checked(packed / "manifest.json"), dl.read_checked(tokenizer)
+    for key in "shuffle", "train", "vocab_size", "bos_id":  # whole by its checksum, but not what pack writes
+        dl.write_checked(packed / "manifest.json", manifest | {key: None})
+        expect_error(capsys, lambda: dl.PackedData(packed), "manifest.json is damaged")
+    doubled = [*tokens["ranks"][1:], tokens["ranks"][1]]
+    for wrong in {"pattern": 5}, {"pattern": "("}, {"specials": {}}, {"ranks": doubled}, {"ranks": ["?"]}:
+        dl.write_checked(tmp_path / "t.json", tokens | wrong)
+        expect_error(capsys, lambda: tt.load_tokenizer(tmp_path / "t.json"), "not a tokenizer of this program")
+
+
+def test_documents_of_megabytes_are_packed(tokenizer, tmp_path):
+    docs = [" " * 10 + "x" * 1_500_000, "the loop " * 200_000, *documents(20), "\n" * 999 + "end" * 400_000]
+    write_parquet(tmp_path / "a.parquet", docs)
+    write_parquet(tmp_path / "b.parquet", documents(50, seed=2))
+    manifest = pack(tmp_path, tokenizer, tmp_path / "out", "--long-docs", "split", seq_len=256)
+    assert manifest["documents"] == 23 and manifest["bytes"] == sum(len(doc.encode()) for doc in docs)
+    assert manifest["cropped_fraction"] < 0.01

@@ -1,27 +1,35 @@
 """The trainer as a program: ranks, micro-batches, interruption, matched pairs, refusals."""
 
+import argparse
 import dataclasses
 import json
 import math
 import os
 import re
+import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from test_core_eval import small_core, write_bundle
 
+import core_eval
 import train
-from checkpoint import load_run
-from dataloader import PackedData
+from checkpoint import load_run, write_checkpoint
+from dataloader import PackedData, file_hash
 from depth import SEED_EVAL, SEED_STATE, sample_depths, sequence_key
 from model import PRESETS, Model
-from tokenizer_train import load_tokenizer
+from tokenizer_train import load_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -141,7 +149,7 @@ def test_matched_pair_differs_in_the_gain_alone(base, packed, tmp_path):
 
 def test_resumed_is_bitwise_uninterrupted(base, packed, tmp_path):
     run = tmp_path / "r"
-    assert "saved" in go(packed, run, "--stop-at", "6").stdout
+    assert "saved" in go(packed, run, "--stop-at", "5").stdout  # step 5's validation is left to the continued run
     go(packed, run, "--resume")
     assert log(run) == log(base)
     assert_identical(weights(run), weights(base))
@@ -196,6 +204,7 @@ REFUSED = {
     "--data nowhere": "--data nowhere holds no packed rows",
     "--preset transformer-tiny --gain zoh": "--gain has no meaning for --preset transformer-tiny",
     "--clip nan": "--clip nan is out of range",
+    "--data /dev/null": "--data /dev/null holds no packed rows",
 }
 
 
@@ -206,6 +215,156 @@ def test_bad_flags_are_refused_in_one_line(flags, packed, tmp_path, capsys):
     err = capsys.readouterr().err.strip()
     assert stop.value.code == 2 and REFUSED[flags] in err and err.count("\n") == 0
     assert not (tmp_path / "r").exists()
+
+
+def test_every_flag_refuses_what_is_out_of_its_range(packed, tmp_path, capsys, monkeypatch):
+    parsers, parse = [], argparse.ArgumentParser.parse_args
+    with monkeypatch.context() as m:
+        m.setattr(argparse.ArgumentParser, "parse_args", lambda self, argv: parsers.append(self))
+        train.parse_args([])
+    flags = [a for a in parsers[0]._actions if a.nargs is None and (a.type or a.choices)]
+    assert len(flags) > 40 and argparse.ArgumentParser.parse_args is parse
+    for name in (a.option_strings[0] for a in flags):
+        for bad in ("-7", "nan", "x"):
+            with pytest.raises(SystemExit) as stop:
+                train.main(["--data", str(packed), "--out", str(tmp_path / "r"), *FLAGS, name, bad])
+            assert stop.value.code == 2 and "error: " in capsys.readouterr().err.splitlines()[-1], (name, bad)
+    for name in ["--wandb"] * (not find_spec("wandb")) + ["--device=cuda"] * (not torch.cuda.is_available()):
+        with pytest.raises(SystemExit, match="2"):
+            train.main(["--data", str(packed), "--out", str(tmp_path / "r"), *FLAGS, name])
+        assert f"error: {name[:7]}" in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
+
+
+def test_what_does_not_belong_together_is_refused_and_left_alone(base, packed, tmp_path, capsys):
+    """A checkpoint of another model, of other settings or with code in it; no config.json; another tokenizer."""
+
+    class Payload:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/pwned",)
+
+    def other(**changes):
+        state = weights(run)
+        return torch.save(state | changes, new), Path(f"{new}.sha256").write_text(file_hash(new))
+
+    def tokenizer():
+        rows = shutil.copytree(packed, tmp_path / "rows")
+        save_tokenizer(rows / "tokenizer.json", [bytes([i]) for i in range(256)])
+        return rows
+
+    small = Model(dataclasses.replace(PRESETS["tiny"], vocab_size=300, seq_len=32, d_model=16, n_head=2))
+    settings = weights(base)["config"]
+    cases = {
+        "Error(s) in loading": lambda: other(model=small.state_dict()),
+        "is not a checkpoint": lambda: other(model=Payload()),
+        "mu_rec 9 (here 8)": lambda: other(config=settings | {"mu_rec": 9}),
+        "KeyError": lambda: other(optimizer={}),
+        "no config.json": lambda: (run / "config.json").unlink(),
+        "not the tokenizer of these rows": tokenizer,
+    }
+    for i, (words, spoil) in enumerate(cases.items()):
+        run = shutil.copytree(base, tmp_path / str(i))
+        new = max(run.glob("step_*.pt"))
+        rows = spoil()
+        before = {p: p.read_bytes() for p in run.iterdir()}
+        with pytest.raises(SystemExit, match="2"):
+            data = rows if isinstance(rows, Path) else packed
+            train.main(["--data", str(data), "--out", str(run), *FLAGS, "--resume"])
+        err = capsys.readouterr().err.strip()
+        assert words in err and "\n" not in err, err
+        assert {p: p.read_bytes() for p in run.iterdir()} == before and not (tmp_path / "pwned").exists()
+        if i < 3:
+            with pytest.raises(ValueError):
+                load_run(run)
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--data", str(packed), "--out", str(packed / "manifest.json" / "r"), *FLAGS])
+    assert "the run directory is" in capsys.readouterr().err
+
+
+def test_evaluation_passes_over_a_damaged_checkpoint(base, tmp_path, capsys):
+    run = shutil.copytree(base, tmp_path / "r")
+    old, new = sorted(run.glob("step_*.pt"))
+    new.write_bytes(new.read_bytes()[:-1] + b"x")
+    model, _, config = load_run(run)
+    assert f"{new} is damaged" in capsys.readouterr().out and config["checkpoint"] == old.name
+    want = torch.load(old, weights_only=True)["model"]
+    assert all(torch.equal(v, want[k]) for k, v in model.state_dict().items())
+    old.write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
+        load_run(run)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoints_alone(base, tmp_path):
+    run = shutil.copytree(base, tmp_path / "r")
+    before, limits = {p: p.read_bytes() for p in run.iterdir()}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in 0, 100, 100_000, 400_000:  # of files, which may not grow further
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as e:
+                write_checkpoint(run / "step_0000013.pt", weights(base))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "step_0000013.pt" in str(e.value.filename)
+        assert {p: p.read_bytes() for p in run.iterdir()} == before
+
+
+def test_faults_from_outside_are_one_line_and_others_are_not(base, capsys):
+    args = train.parse_args(["--out", str(base), "--batch-size", "12", "--device-batch-size", "6"])
+    for error, words in (
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "try --device-batch-size 3"),
+        (MemoryError(), "try --device-batch-size 3"),
+        (torch.OutOfMemoryError("CUDA"), "try --device-batch-size 3"),
+        (dist.DistBackendError("NCCL communicator was aborted"), "another rank ended or hangs"),
+        (OSError(28, "No space left on device", "x.pt"), "x.pt: No space left on device"),
+    ):
+        with pytest.raises(SystemExit, match="1"):
+            train.explain(error, args, {"step": 7})
+        err = capsys.readouterr().err
+        assert words in err and "after step 7" in err and "step_0000012.pt" in err and err.count("\n") == 1
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        train.explain(RuntimeError("a fault of ours"), args, {"step": 7})
+
+
+def test_when_a_rank_is_killed_the_other_ends_with_one_line(packed, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        env = ENV | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    run, ranks = tmp_path / "r", []
+    command = [sys.executable, str(ROOT / "train.py"), "--data", str(packed), "--out", str(run), *FLAGS]
+    command += ["--tokens", "1e6"]
+    for rank in "01":
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": rank}, stderr=subprocess.PIPE, text=True))
+    while not ((run / "log.jsonl").is_file() and (run / "log.jsonl").read_text().count("train") >= 4):
+        assert all(p.poll() is None for p in ranks)
+        time.sleep(0.01)
+    ranks[0].kill()
+    err = ranks[1].communicate(timeout=60)[1]
+    ranks[0].communicate()
+    assert ranks[1].returncode == 1 and "Traceback" not in err
+    assert re.fullmatch(r"error: rank 1 of 2, after step \d+: another rank ended .*--resume continues", err.strip())
+
+
+def test_core_in_training_is_core_eval_of_the_weights_then(base, packed, tmp_path):
+    """--core-every changes nothing else in the run, and gives what core_eval gives of that step's checkpoint."""
+    run, bundle = tmp_path / "run", write_bundle(tmp_path / "bundle.zip", small_core())
+    go(packed, run, "--core-every", "8", "--bundle", str(bundle))
+    assert_identical(weights(run), weights(base))
+    for path in run.glob("step_*12.pt*"):
+        path.unlink()
+    model, enc, entries = load_run(run)[0], load_tokenizer(run / "tokenizer.json"), {8: {}}
+    panel = core_eval.load_panel(bundle, limit=train.CORE_EXAMPLES)
+    assert len(list(core_eval.evaluate(model, enc, panel, [8], [1234], entries))) == 22
+    want = core_eval.summarise(panel, entries[8])["aggregate"]
+    assert log(run, "core")["core", 8] | want == log(run, "core")["core", 8]
+
+
+def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path):
+    still = "--init-from", str(base), "--adam-lr", "0", "--muon-lr", "0", "--weight-decay", "0"
+    go(packed, tmp_path / "run", *still)
+    old, new = (weights(run)["model"] for run in (base, tmp_path / "run"))
+    assert all(torch.equal(w, new[name]) for name, w in old.items())
+    out = go(packed, tmp_path / "other", *still, "--d-mlp", "48", check=False)
+    assert out.returncode == 2 and "--init-from" in out.stderr and "Traceback" not in out.stderr
 
 
 def test_an_existing_run_is_not_overwritten(base, packed, capsys):

@@ -181,7 +181,13 @@ def discretise(A_log: torch.Tensor, dt_bias: torch.Tensor, gain: str) -> tuple[t
 # cache of casts made under no_grad would cut the core's weights out of the gradient on some versions of torch.
 
 
+class Embedding(nn.Embedding):
+    reset_parameters = lambda self: None  # `init_weights` draws them
+
+
 class Linear(nn.Linear):
+    reset_parameters = lambda self: None
+
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
 
@@ -307,10 +313,10 @@ class Model(nn.Module):
         self.dtype = torch.float32  # of activations; `load_run` and train.py set it
         self.loss_chunk = 0  # tokens; 0 keeps all logits of a micro-batch
         self.checkpoint_loops = False
-        self.wte = nn.Embedding(cfg.vocab_size, d)
+        self.wte = Embedding(cfg.vocab_size, d)
         # numbered by unique layer: prelude, core, coda
         self.blocks = nn.ModuleList([Block(cfg, i in cfg.value_layers()) for i in range(cfg.n_layer())])
-        self.ve = nn.ModuleDict({str(i): nn.Embedding(cfg.vocab_size, d) for i in cfg.value_layers()})
+        self.ve = nn.ModuleDict({str(i): Embedding(cfg.vocab_size, d) for i in cfg.value_layers()})
         self.norm_f = RMSNorm(d)
         self.head_weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, d))
         self.norm_e = RMSNorm(d) if cfg.n_core and cfg.prelude_norm else None
@@ -325,8 +331,9 @@ class Model(nn.Module):
         if cfg.mechanism != "none":
             self.mechanism = mechanisms.AttnRes(cfg) if cfg.mechanism == "attnres" else mechanisms.Hyper(cfg)
         K = d // cfg.n_head
-        rate = cfg.rope_theta ** (-torch.arange(0, K, 2, dtype=torch.float32) / K)
-        angle = torch.outer(torch.arange(cfg.seq_len, dtype=torch.float32), rate)[:, None, :]  # (T, 1, K/2)
+        count = lambda *span: torch.from_numpy(np.arange(*span, dtype=np.float32))  # on "meta" torch's loads dynamo
+        rate = cfg.rope_theta ** (-count(0, K, 2) / K)
+        angle = torch.outer(count(cfg.seq_len), rate)[:, None, :]  # (T, 1, K/2)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -502,15 +509,12 @@ class Model(nn.Module):
                 h[:a] = self.core_step(h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
         if k and k[0]:
             h = h.detach().requires_grad_()  # whether it does is part of a compiled graph's key: the same at every loop
-        previous = h
+        previous, step = h, self.core_step
+        if self.checkpoint_loops:
+            step = functools.partial(checkpoint, step, use_reentrant=False)
         for t in range(k[0] if k else 0):
             a = sum(x >= k[0] - t for x in k)
-            args = (h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
-            x = (
-                checkpoint(self.core_step, *args, use_reentrant=False)
-                if self.checkpoint_loops
-                else self.core_step(*args)
-            )
+            x = step(h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
             previous, h = h, x if a == h.size(0) else torch.cat([x, h[a:]])
         return h, previous
 

@@ -1,10 +1,10 @@
 """
 How fast a training step is, and where its time goes: `python bench.py`, some three minutes on two cores or one GPU.
 
-All variants take the same batches and depths, round by round in turn, so that a drifting clock hurts them alike. A step
-is forward, backward and optimiser on one micro-batch; its time is the mean over the rounds. MFU is against the device's
-dense bf16 peak, by the model's own FLOPs (PaLM's attention count, and its causal half). `masked` computes every row at
-every loop, with B e and the value rows made anew, and keeps the live ones, as the reference implementation does.
+All variants take the same batches and depths, round by round in turn. A step is forward, backward and optimiser on one
+micro-batch: ms is the mean over the rounds, "over Euler" the median of the rounds' ratios. MFU is against the device's
+dense bf16 peak, by the model's own FLOPs. `masked` computes every row at every loop, with B e and the value rows made
+anew, and keeps the live ones, as the reference implementation does.
 """
 
 import argparse
@@ -45,8 +45,7 @@ def random_batch(cfg, rows: int, step: int, device: str):
     return *ids.to(device), torch.tensor([sequence_key(step, i) for i in range(rows)]).to(device), n[order], k[order]
 
 
-def timed(work) -> float:
-    """Seconds."""
+def timed(work) -> float:  # seconds
     start = time.perf_counter()
     work()
     torch.cuda.is_available() and torch.cuda.synchronize()
@@ -131,11 +130,12 @@ def main():
              "| rows | model | ms | tok/s | time over Euler | MFU PaLM | MFU causal | peak GiB |", "|---" * 8 + "|"]
     for rows in args.rows:
         seconds, most, model, opt = step_times(kinds, rows, args.rounds, device, dtype)
-        base = statistics.mean(seconds["Parcae Euler"])
+        base = seconds["Parcae Euler"]
         for name, (c, _) in kinds.items():
             s, gib = statistics.mean(seconds[name]), most[name] / 2**30 or math.nan
+            over = statistics.median(x / y for x, y in zip(seconds[name], base))
             palm, causal = (rows * c.seq_len / s * c.flops_per_token(count) / peak for count in ("palm", "causal"))
-            lines.append(f"| {rows} | {name} | {s * 1e3:.1f} | {rows * c.seq_len / s:,.0f} | {s / base:.3f} "
+            lines.append(f"| {rows} | {name} | {s * 1e3:.1f} | {rows * c.seq_len / s:,.0f} | {over:.3f} "
                          f"| {palm:.3f} | {causal:.3f} | {gib:.1f} |".replace("nan", "–"))  # fmt: skip
     lines += ["", f"Where the time goes: Parcae Euler, {rows} rows, mean depth, parts timed alone.", "",
               "| part | ms |", "|---|---|"]  # fmt: skip

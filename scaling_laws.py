@@ -22,7 +22,7 @@ import torch
 
 from dataloader import fail, run_cli
 from model import PRESETS, Model, ModelConfig
-from report import COLORS, MARKERS, read_json, read_log
+from report import COLORS, MARKERS, read_json, read_log, table
 
 COLUMNS = ("mu_rec", "depth", "tokens", "flops", "n_eff", "loss")  # of a row, which is one run at one depth
 DELTA, SQUARES = 1e-3, 1e3  # of the Huber loss on log loss; a delta that no residual reaches: least squares
@@ -253,12 +253,19 @@ def fit(args):
             left.append((name, f"not fitted: different runs, N, D, budgets: {have}; it needs {need}"))
         else:
             result[name] = fit_law(data, rng, free, gamma)
-    print(*summary(result), sep="\n")
+    print(*(said := list(summary(result))), sep="\n")
     if len(result) == 3 and not isoflop["budgets"]:
         fail(f"no law can be fitted to {', '.join(args.runs[:3])}: see above; `plan` prints a grid of runs that can")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "fit.json").write_text(json.dumps(result, default=lambda v: v.tolist()) + "\n", encoding="utf-8")
     figures(result, train, args.out)
+    page = [f"# Fits of {len(set(names))} runs", "", "[95 % interval], by bootstrap.", "", "```", *said, "```", ""]
+    forms = result.get("test_time", {"table": {}})["table"]
+    keys = list(dict.fromkeys(k for scores in forms.values() for k in scores))
+    page += table(["test-time law, mean over runs", *(k.replace("_", " ") for k in keys)],
+                  [[name, *(f"{s.get(k, math.nan):.3g}" for k in keys)] for name, s in forms.items()])
+    page += [f"![]({name}.png)" for name in ("isoflop", "train", "test_time") if (args.out / f"{name}.png").is_file()]
+    (args.out / "fit.md").write_text("\n".join([*page, ""]), encoding="utf-8")
 
 
 def summary(result):
@@ -389,7 +396,7 @@ def main(argv=None):
     add = commands.add_parser("plan", help="print the train.py commands of an isoFLOP grid").add_argument
     add("--scale", choices=SCALES, default="tiny", help="model, grid and device (default: %(default)s)")
     add("--mfu", type=float, help="share of the device's peak that is reached (default: the scale's)")
-    add = commands.add_parser("fit", help="fit the laws; writes fit.txt, fit.json and figures").add_argument
+    add = commands.add_parser("fit", help="fit the laws; writes fit.md, fit.json and figures").add_argument
     add("runs", nargs="+", help="run directories or CSV files")
     add("--out", type=Path, default=Path("results/scaling"), help="folder to write to (default: %(default)s)")
     add = commands.add_parser("advise", help="mu_rec and tokens for a budget").add_argument

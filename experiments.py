@@ -394,7 +394,7 @@ def parse_args(argv):
     add("--tokens", type=float, help="tokens of the shortest run, the others in proportion (default: the source's; "
         f"tiny: {CPU_TOKENS:g})")  # fmt: skip
     add("--lr-scale", type=float, default=1.0, help="multiplies the learning rates that the comparison names")
-    add("--only", default="", help="run only arms whose name has one of these texts, between commas")
+    add("--only", default="", help="run only arms whose name has one of these texts, between semicolons")
     add("--ranks", type=int, default=1, help="GPUs of a run (default: %(default)s)")
     add("--out", type=Path, help="results, without suffix (default: results/NAME-SCALE)")
     add("--dry-run", action="store_true", help="print the commands and their FLOPs, and stop")
@@ -430,7 +430,7 @@ def main(argv=None):
     tables = EXPERIMENTS[args.name][0](args)
     found, base, flops = {a: {} for arms in tables for a in arms}, Path("runs") / f"{args.name}-{args.scale}", 0.0
     todo = [(base / f"{folder}-s{seed}", seed, flags, arms, any(t in f"{a.row} {a.col}" for a in arms
-             for t in args.only.split(","))) for seed in args.seeds
+             for t in args.only.split(";"))) for seed in args.seeds
             for folder, (flags, arms) in jobs_of(args, tables).items()]  # fmt: skip
     if not any(wanted for *_, wanted in todo):
         fail(f"--only {args.only} fits no arm; there are: {'; '.join(f'{a.row} {a.col}'.strip() for a in found)}")

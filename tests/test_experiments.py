@@ -136,7 +136,7 @@ def packed(tmp_path_factory):
 def test_a_comparison_runs_once_records_divergence_and_says_what_is_in_the_logs(packed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = ["--data", str(packed), "--out", "results/x.1"]
-    command = ["components", *own, "--only", "RDM,prelude norm", "--", *SIZES]
+    command = ["components", *own, "--only", "RDM;prelude norm", "--", *SIZES]
     experiments.main(command)
     runs = sorted(p for p in (tmp_path / "runs/components-tiny").iterdir() if p.is_dir())
     assert [r.name.rsplit("-", 2)[0] for r in runs] == ["prelude-norm", "rdm-concat-per-batch"]

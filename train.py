@@ -572,6 +572,10 @@ def train(args, progress: dict) -> None:
         args.device_batch_size = probe_memory(model, args.device_batch_size, rows_given, B, world, device)
         opt.zero_grad()
         say(f"memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the deepest depth to be expected")
+    elif args.dtype == "bfloat16" and T <= 512:
+        say("attention: two matrix products, the faster way for short bfloat16 rows on a CPU")
+    if looped and cfg.granularity == "token":
+        say("tokens have depths of their own: every row is computed at every loop, up to the deepest token's")
 
     # 3. what will happen
     local, micro = B // world, args.device_batch_size

@@ -201,11 +201,13 @@ class MuonAdamW:
             at += size
 
     def state_dict(self) -> dict:
-        """{"steps", "first": {name: momentum}, "second": {name: variance}}, CPU tensors; every rank must call it."""
+        """{"steps", "first": {name: momentum}, "second": {name: variance}} on the CPU, for rank 0; every rank must call it."""
         state = {"steps": self.steps.cpu().clone(), "first": {}, "second": {}}
         for b in self.buffers:
             for key, part in (("first", b["m"]), ("second", b["v"])):
-                state[key].update((n, t.cpu().clone()) for n, t in self._views(b, self._whole(b, part)))
+                whole = self._whole(b, part)  # a collective
+                if self.rank == 0:
+                    state[key].update((n, t.cpu().clone()) for n, t in self._views(b, whole))
         return state
 
     @torch.no_grad()

@@ -54,7 +54,7 @@ def read(model, ids, at, keys, memory, depth, leave=NEVER, live=None):
         memory.loop, memory.live = t, None if criterion == "never" else live
         new = model.core_step(h, *drive, memory)
         move = (new - h).norm(dim=-1) / new.norm(dim=-1) if criterion == "residual" else None
-        h, taken = torch.where(live[..., None], new, h), taken + live
+        h, taken = new if criterion == "never" else torch.where(live[..., None], new, h), taken + live
         if criterion == "kl":  # the coda's keys and values are those of the last readout
             z, last = model.after(h, ids, memory), readout
             readout = model.head(z).to(torch.promote_types(z.dtype, torch.float32)).log_softmax(-1)  # (B, 1, V)

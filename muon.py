@@ -201,7 +201,7 @@ class MuonAdamW:
             at += size
 
     def state_dict(self) -> dict:
-        """{"steps", "first": {name: momentum}, "second": {name: variance}} on the CPU, for rank 0; every rank must call it."""
+        """{"steps", "first": {name: momentum}, "second": {name: variance}}, on rank 0's CPU; every rank calls it."""
         state = {"steps": self.steps.cpu().clone(), "first": {}, "second": {}}
         for b in self.buffers:
             for key, part in (("first", b["m"]), ("second", b["v"])):

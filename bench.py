@@ -1,5 +1,6 @@
 """
-How fast a training step is, and where its time goes: `python bench.py`, some three minutes on two cores or one GPU.
+How fast a training step is, and where its time goes: `python bench.py`, some three minutes on two cores or one GPU;
+`torchrun --standalone --nproc_per_node=8 bench.py` on eight, each with as many rows, timed on the first.
 
 All variants take the same batches and depths, round by round in turn. A step is forward, backward and optimiser on one
 micro-batch: ms is the mean over the rounds, "over Euler" the median of the rounds' ratios. MFU is against the device's
@@ -16,12 +17,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from dataloader import fail, run_cli, write_atomic
 from depth import sample_depths, sequence_key
 from model import PRESETS, Model
-from muon import MuonAdamW
-from train import PEAK, deal, probe_dtype, processor
+from muon import MuonAdamW, all_gather, reduce_scatter
+from train import PEAK, deal, distributed, probe_dtype, processor
 
 
 def masked_loss(model, ids, targets, keys, n, k):
@@ -37,7 +39,7 @@ def masked_loss(model, ids, targets, keys, n, k):
     return model.after_loss(h, ids, targets)
 
 
-def random_batch(cfg, rows: int, step: int, device: str):
+def random_batch(cfg, rows: int, step: int, device):
     """Random tokens and targets (rows, T), keys, and the step's depths, deepest first."""
     ids = torch.randint(0, cfg.vocab_size, (2, rows, cfg.seq_len), generator=torch.Generator().manual_seed(step))
     n, k = sample_depths(cfg, 0, step, rows)
@@ -52,15 +54,15 @@ def timed(work) -> float:  # seconds
     return time.perf_counter() - start
 
 
-def step_times(kinds: dict, rows: int, rounds: int, device: str, dtype: str):
+def step_times(kinds: dict, rows: int, rounds: int, device, dtype: str, rank: int, world: int):
     """kinds {name: (cfg, masked)} -> ({name: seconds}, {name: peak bytes}, the first's model, optimiser)."""
-    made, seconds, peak, gpu = {}, {name: [] for name in kinds}, dict.fromkeys(kinds, 0), device == "cuda"
+    made, seconds, peak, gpu = {}, {name: [] for name in kinds}, dict.fromkeys(kinds, 0), device.type == "cuda"
     for name, (cfg, _) in kinds.items():
         before, model = torch.cuda.memory_allocated(), Model(cfg)  # 0 without a GPU
         model.init_weights(0)
         model.to(device)
         model.dtype, model.loss_chunk = getattr(torch, dtype), 0 if gpu else 256
-        opt = MuonAdamW(model.named_parameters(), model.muon_parameters(), compile=gpu)
+        opt = MuonAdamW(model.named_parameters(), model.muon_parameters(), rank=rank, world=world, compile=gpu)
         gpu and model.compile_pieces()
         made[name] = model, opt, torch.cuda.memory_allocated() - before
     for r in range(-3, rounds):  # the first three warm up
@@ -79,20 +81,22 @@ def step_times(kinds: dict, rows: int, rounds: int, device: str, dtype: str):
     return seconds, peak, *next(iter(made.values()))[:2]
 
 
-def breakdown(m, opt, rows: int, rounds: int, device: str) -> dict[str, float]:
+def breakdown(m, opt, rows: int, rounds: int, device) -> dict[str, float]:
     """Milliseconds of each part of a step at the mean depth, forward and backward, each timed by itself (median)."""
     cfg, (x, y, keys, *_) = m.cfg, random_batch(m.cfg, rows, 0, device)
     with torch.no_grad():
         h, decay, write, ve = m.before(x, keys)
     h, write = h.requires_grad_(), write.requires_grad_()
     z = m.after(h, x).detach().flatten(0, 1).requires_grad_()
+    collectives = lambda: [(reduce_scatter(b["g"], b["grad"]), all_gather(b["data"], b["p"])) for b in opt.buffers]
     parts = {
         "before the loop (embedding, prelude, B e)": (1, lambda: m.before(x, keys)[2].float().sum().backward()),
         "loops without gradient": (cfg.mu_rec - cfg.mu_bwd, torch.no_grad()(lambda: m.core_step(h, decay, write, ve))),
         "loops with gradient": (cfg.mu_bwd, lambda: m.core_step(h, decay, write, ve).float().sum().backward()),
         "after the loop (C, coda)": (1, lambda: m.after(h, x).float().sum().backward()),
         "head and loss": (1, lambda: m.head_loss(z, y.flatten()).backward()),
-        "optimiser": (1, lambda: opt.step(1.0, 1.0, torch.zeros(1, device=device))),
+        "optimiser, with its communication": (1, lambda: opt.step(1.0, 1.0, torch.zeros(1, device=device))),
+        "communication alone, not overlapped": (opt.world > 1, collectives if opt.world > 1 else lambda: None),
     }
     return {k: n * statistics.median(timed(work) for _ in range(rounds + 1)) * 1e3 for k, (n, work) in parts.items()}
 
@@ -101,8 +105,7 @@ def imbalance(cfg, ranks=8, steps=1000) -> float:
     """Mean over steps of the largest rank's work over the mean rank's, in forward (2) and backward (4) core passes."""
     rest = (cfg.n_prelude + cfg.n_coda) * cfg.block_matmul() + (cfg.vocab_size + 2 * cfg.d_model) * cfg.d_model
     rest, worst = 6 * rest / (cfg.n_core * cfg.block_matmul()), 0.0
-    for step in range(steps):
-        n, k = sample_depths(cfg, 0, step, 256)
+    for n, k in (sample_depths(cfg, 0, step, 256) for step in range(steps)):
         work = [(2 * n[p] + 6 * k[p] + rest).sum() for p in deal(n, k, ranks)]
         worst += max(work) / np.mean(work) / steps
     return worst
@@ -117,32 +120,34 @@ def main():
     args = p.parse_args()
     if min(args.rounds, *args.rows) < 1 or f"transformer-{args.preset.removeprefix('parcae-')}" not in PRESETS:
         fail(f"--rounds {args.rounds}, --rows {args.rows} or --preset {args.preset}: below 1, or without a Transformer")
-    device, dtype = ("cuda", "bfloat16") if cuda else ("cpu", probe_dtype()[0])
+    rank, world, device = distributed("cuda" if cuda else "cpu")
+    dtype = "bfloat16" if cuda else probe_dtype()[0]
     chip = torch.cuda.get_device_name() if cuda else processor()
     peak = next((v for k, v in PEAK.items() if k in chip), math.nan)
     cfg, flat = PRESETS[args.preset], PRESETS["transformer-" + args.preset.removeprefix("parcae-")]
     kinds = {"Parcae Euler": (cfg, False), "Parcae ZOH": (replace(cfg, gain="zoh"), False),
              "Parcae Euler, fixed depth": (replace(cfg, sampling="fixed"), False),
              "Parcae Euler, masked": (cfg, True), "Transformer": (flat, False)}  # fmt: skip
-    lines = [f"# Training step: {args.preset}, {cfg.seq_len} tokens a row, {dtype}", "",
-             f"`{' '.join(['python', *sys.argv])}`: {chip}, {torch.get_num_threads()} threads, "
-             f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", "",
-             "| rows | model | ms | tok/s | time over Euler | MFU PaLM | MFU causal | peak GiB |", "|---" * 8 + "|"]
+    text = (f"# Training step: {args.preset}, {cfg.seq_len} tokens a row, {dtype}\n\n`{' '.join(['python', *sys.argv])}`: "
+            f"{chip}, {world} rank(s), {torch.get_num_threads()} threads, torch {torch.__version__}, "
+            f"{time.strftime('%Y-%m-%d')}\n\n| rows | model | ms | tok/s | time over Euler | MFU PaLM | MFU causal "
+            f"| peak GiB |\n{'|---' * 8}|\n")  # fmt: skip
     for rows in args.rows:
-        seconds, most, model, opt = step_times(kinds, rows, args.rounds, device, dtype)
-        base = seconds["Parcae Euler"]
+        seconds, most, model, opt = step_times(kinds, rows, args.rounds, device, dtype, rank, world)
         for name, (c, _) in kinds.items():
             s, gib = statistics.mean(seconds[name]), most[name] / 2**30 or math.nan
-            over = statistics.median(x / y for x, y in zip(seconds[name], base))
+            over = statistics.median(x / y for x, y in zip(seconds[name], seconds["Parcae Euler"]))
             palm, causal = (rows * c.seq_len / s * c.flops_per_token(count) / peak for count in ("palm", "causal"))
-            lines.append(f"| {rows} | {name} | {s * 1e3:.1f} | {rows * c.seq_len / s:,.0f} | {over:.3f} "
-                         f"| {palm:.3f} | {causal:.3f} | {gib:.1f} |".replace("nan", "–"))  # fmt: skip
-    lines += ["", f"Where the time goes: Parcae Euler, {rows} rows, mean depth, parts timed alone.", "",
-              "| part | ms |", "|---|---|"]  # fmt: skip
-    lines += [f"| {k} | {v:.1f} |" for k, v in breakdown(model, opt, rows, args.rounds, device).items()]
-    lines += ["", f"Largest of 8 ranks' work over the mean, 256 rows a step, 1,000 steps: {imbalance(cfg):.4f}."]
-    print("\n".join(lines))
-    write_atomic(f"results/bench-{device}.md", ("\n".join(lines) + "\n").encode())
+            text += (f"| {rows} | {name} | {s * 1e3:.1f} | {rows * c.seq_len / s:,.0f} | {over:.3f} | {palm:.3f} "
+                     f"| {causal:.3f} | {gib:.1f} |\n".replace("nan", "–"))  # fmt: skip
+    text += f"\nWhere the time goes: Parcae Euler, {rows} rows, mean depth, parts timed alone.\n\n| part | ms |\n|---|---|\n"
+    text += "".join(f"| {k} | {v:.1f} |\n" for k, v in breakdown(model, opt, rows, args.rounds, device).items())
+    text += f"\nLargest of 8 ranks' work over the mean, 256 rows a step, 1,000 steps: {imbalance(cfg):.4f}.\n"
+    if rank == 0:
+        print(text)
+        write_atomic(f"results/bench-{device.type}{f'-{world}-ranks' * (world > 1)}.md", text.encode())
+    if world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -124,11 +124,16 @@ def npy_header(rows, row):
 
 
 def encoded(documents, enc, pool):
-    """Yields (document, its ids) in order. Threads do the work: tiktoken lets go of the interpreter's lock."""
-    from tokenizer_train import encode
+    """Yields (document, its ids) in order. Threads do the work, as tiktoken lets go of the interpreter's lock; they get
+    the next batch before this one is consumed."""
+    from tokenizer_train import encode_array
 
+    held = iter(())
     while batch := list(islice(documents, BUFFER)):
-        yield from zip(batch, pool.map(lambda text: encode(enc, text), batch))
+        coming = zip(batch, pool.map(lambda text: encode_array(enc, text), batch))
+        yield from held
+        held = coming
+    yield from held
 
 
 def pack_shard(path, job, settings, enc, pool):
@@ -142,8 +147,8 @@ def pack_shard(path, job, settings, enc, pool):
             count["bytes"] += len(text.encode())
             start = 0
             for n in piece_lengths(len(ids) + 1, row, settings["long_docs"]):
-                piece = [settings["bos_id"], *ids[start : start + min(n, row) - 1]]
-                waiting[count["pieces"]] = np.array(piece, np.uint16)
+                waiting[count["pieces"]] = piece = np.empty(min(n, row), np.uint16)
+                piece[0], piece[1:] = settings["bos_id"], ids[start : start + len(piece) - 1]
                 start += n - 1
                 count["pieces"] += 1
                 yield n

@@ -73,11 +73,19 @@ class Memory:
 
 def branches(rows: list, width: int, device="cpu"):
     """Stands in for a memory where texts that begin alike lie in one row, each common token once. rows[b]: a list of
-    (path, old), path (n,): columns of a text's tokens, of which the first `old` belong to texts before it."""
+    (path, old), path (n,): columns of a text's tokens, of which the first `old` belong to texts before it.
+
+    The first P columns are the beginning of every text: plain causal attention. Only the T - P others need a mask."""
+    P = min(min([old for _, old in row[1:]], default=len(row[0][0])) for row in rows)
     at = torch.zeros(len(rows), width, dtype=torch.int64)
-    sees = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1, 1)  # (B, 1, T, T); padding sees itself: no NaN
+    sees = torch.eye(width, dtype=torch.bool)[P:].repeat(len(rows), 1, 1, 1)  # (B, 1, T - P, T); padding: itself
     for b, path, old in [(b, torch.as_tensor(path), old) for b, row in enumerate(rows) for path, old in row]:
-        at[b, path] = torch.arange(len(path))
-        sees[b, 0, path[old:, None], path] = torch.ones(len(path), len(path), dtype=torch.bool).tril()[old:]
+        at[b, path], old = torch.arange(len(path)), max(old, P)
+        sees[b, 0, path[old:, None] - P, path] = torch.ones(len(path), len(path), dtype=torch.bool).tril()[old:]
     at, sees = at.to(device), sees.to(device)
-    return SimpleNamespace(at=at, attend=lambda _, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=sees))
+
+    def attend(_, q, k, v):
+        plain = F.scaled_dot_product_attention(*(x[:, :, :P] for x in (q, k, v)), is_causal=True)  # (B, H, P, K)
+        return torch.cat([plain, F.scaled_dot_product_attention(q[:, :, P:], k, v, attn_mask=sees)], 2)
+
+    return SimpleNamespace(at=at, attend=attend)

@@ -55,20 +55,24 @@ def token_bytes(enc):
 
 
 def encode(enc, text):
-    """Ids of a text of any length, special names taken as plain text. No token spans a non-blank and a space after it,
-    so cutting there gives the ids of encoding in one go; without such a place in PIECE characters it is cut anyway."""
-    if len(text) <= PIECE:
-        return enc.encode_ordinary(text)
-    ids, start = [], 0
-    while start < len(text):
+    """Ids of a text of any length, special names taken as plain text; a lone surrogate becomes U+FFFD."""
+    return encode_array(enc, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")).tolist()
+
+
+def encode_array(enc, text):
+    """The same as an array (n,) uint32 of a text without surrogates, with the interpreter's lock held only briefly. No
+    token spans a non-blank and a space after it, so cutting there gives the ids of encoding in one go; without such a
+    place in PIECE characters it is cut anyway."""
+    parts, start = [], 0
+    while start < len(text) or not parts:
         cut = start + PIECE
         space = text.rfind(" ", start + 1, cut) if cut < len(text) else -1
         while space > 0 and text[space - 1].isspace():
             space = text.rfind(" ", start + 1, space)
         end = space if space > 0 else cut
-        ids += enc.encode_ordinary(text[start:end])
+        parts.append(enc.encode_to_numpy(text[start:end], disallowed_special=()))
         start = end
-    return ids
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def train_bpe(documents, vocab_size):

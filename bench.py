@@ -128,10 +128,10 @@ def main():
     kinds = {"Parcae Euler": (cfg, False), "Parcae ZOH": (replace(cfg, gain="zoh"), False),
              "Parcae Euler, fixed depth": (replace(cfg, sampling="fixed"), False),
              "Parcae Euler, masked": (cfg, True), "Transformer": (flat, False)}  # fmt: skip
-    text = (f"# Training step: {args.preset}, {cfg.seq_len} tokens a row, {dtype}\n\n`{' '.join(['python', *sys.argv])}`: "
-            f"{chip}, {world} rank(s), {torch.get_num_threads()} threads, torch {torch.__version__}, "
-            f"{time.strftime('%Y-%m-%d')}\n\n| rows | model | ms | tok/s | time over Euler | MFU PaLM | MFU causal "
-            f"| peak GiB |\n{'|---' * 8}|\n")  # fmt: skip
+    text = f"""# Training step: {args.preset}, {cfg.seq_len} tokens a row, {dtype}\n
+`{" ".join(["python", *sys.argv])}`: {chip}, {world} rank(s), {torch.get_num_threads()} threads, \
+torch {torch.__version__}, {time.strftime("%Y-%m-%d")}\n
+| rows | model | ms | tok/s | time over Euler | MFU PaLM | MFU causal | peak GiB |\n{"|---" * 8}|\n"""
     for rows in args.rows:
         seconds, most, model, opt = step_times(kinds, rows, args.rounds, device, dtype, rank, world)
         for name, (c, _) in kinds.items():
@@ -140,7 +140,7 @@ def main():
             palm, causal = (rows * c.seq_len / s * c.flops_per_token(count) / peak for count in ("palm", "causal"))
             text += (f"| {rows} | {name} | {s * 1e3:.1f} | {rows * c.seq_len / s:,.0f} | {over:.3f} | {palm:.3f} "
                      f"| {causal:.3f} | {gib:.1f} |\n".replace("nan", "–"))  # fmt: skip
-    text += f"\nWhere the time goes: Parcae Euler, {rows} rows, mean depth, parts timed alone.\n\n| part | ms |\n|---|---|\n"
+    text += f"\nWhere the time goes: Parcae Euler, {rows} rows, mean depth, parts alone.\n\n| part | ms |\n|---|---|\n"
     text += "".join(f"| {k} | {v:.1f} |\n" for k, v in breakdown(model, opt, rows, args.rounds, device).items())
     text += f"\nLargest of 8 ranks' work over the mean, 256 rows a step, 1,000 steps: {imbalance(cfg):.4f}.\n"
     if rank == 0:

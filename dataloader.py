@@ -11,14 +11,19 @@ a keyed permutation worked out by arithmetic: the same for any number of ranks, 
 """
 
 import argparse
+import ctypes
 import hashlib
 import heapq
 import json
+import multiprocessing
 import os
+import signal
+import sys
 import time
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -123,26 +128,16 @@ def npy_header(rows, row):
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{text:<117}\n".encode()
 
 
-def encoded(documents, enc, pool):
-    """Yields (document, its ids) in order. Threads do the work, as tiktoken lets go of the interpreter's lock; they get
-    the next batch before this one is consumed."""
-    from tokenizer_train import encode_array
-
-    held = iter(())
-    while batch := list(islice(documents, BUFFER)):
-        coming = zip(batch, pool.map(lambda text: encode_array(enc, text), batch))
-        yield from held
-        held = coming
-    yield from held
-
-
-def pack_shard(path, job, settings, enc, pool):
+def pack_shard(path, job, settings, tokenizer):
     """One unit of source files -> one .npy of rows; returns its entry in the manifest."""
+    from tokenizer_train import encode_array, load_tokenizer
+
+    enc = load_tokenizer(tokenizer)
     row, lengths, waiting, skipped, count = settings["seq_len"] + 1, [], {}, Counter(), Counter()
 
     def pieces():
-        documents = corpus.texts(job["paths"], job["split"], settings["holdout"], skipped)
-        for text, ids in encoded(documents, enc, pool):
+        for text in corpus.texts(job["paths"], job["split"], settings["holdout"], skipped):
+            ids = encode_array(enc, text)
             lengths.append(len(ids) + 1)
             count["bytes"] += len(text.encode())
             start = 0
@@ -235,29 +230,61 @@ def text_statistics(folder, entries, sizes):
     return {"unigram_entropy": float(nats), "val_bytes_per_token": float(targets @ sizes / targets.sum())}
 
 
+def end_with_parent():
+    """In a worker: Ctrl-C is the parent's business, and its death, however sudden, the worker's too (on Linux)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def packed(jobs, good, out, settings, args):
+    """Yields the entry of each shard in order, of `good` or new. A worker is a process, with a shard of its own."""
+    left, coming, n, spawn = deque(jobs), deque(), args.workers, multiprocessing.get_context("spawn")
+    come = lambda: left[0] in good or all(p.exists() for p in jobs[left[0]]["paths"])
+    with ProcessPoolExecutor(n, spawn, end_with_parent) if n > 1 else ThreadPoolExecutor(1) as pool:
+        try:
+            while left or coming:
+                if left and len(coming) < n and come():
+                    file = left.popleft()
+                    coming.append(pool.submit(pack_shard, out / file, jobs[file], settings, args.tokenizer)
+                                  if file not in good else Future())  # fmt: skip
+                    file in good and coming[-1].set_result(good[file])
+                elif coming and (coming[0].done() or not left or len(coming) == n):
+                    yield coming.popleft().result()
+                else:
+                    what = f"{jobs[left[0]]['source']} to come"
+                    wait_until(lambda: come() or coming and coming[0].done(), args.patience, what)
+        except BrokenProcessPool:
+            fail(f"a packing process was killed, perhaps for lack of memory; try --workers {n // 2}")
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 def pack(args):
-    """Packs what is new, shard after shard; threads encode. Killed, it loses only the shard begun."""
+    """Packs what is new, several shards at a time. Killed, it loses only those begun."""
     from tokenizer_train import load_tokenizer, token_bytes
 
     enc, out, entries = load_tokenizer(args.tokenizer), Path(args.out), []
     if enc.n_vocab > 65_536:
         fail(f"{args.tokenizer} has {enc.n_vocab} entries; ids are stored in 16 bits, so at most 65536")
     settings, jobs = plan_shards(args, enc)
-    with corpus.lock(out), ThreadPoolExecutor(args.workers) as pool:
+    with corpus.lock(out):
         old = read_checked(out / "manifest.json") or settings | {"val": None, "train": []}
         if changed := [f"{k} {old.get(k)} (now {new})" for k, new in settings.items() if old.get(k) != new]:
             fail(f"{out} was packed with {', '.join(changed)}; delete it or choose another --out")
         earlier = {entry["file"]: entry for entry in [old["val"], *old["train"]] if entry}
         write_atomic(out / "tokenizer.json", Path(args.tokenizer).read_bytes())  # the rows' own copy
-        for file, job in jobs.items():
-            entry = earlier.get(file)
-            if not still_good(out / file, job, entry, args.seq_len + 1):
-                save_manifest(out, settings, entries)  # never lists a file that is being replaced
-                wait_until(lambda: all(p.exists() for p in job["paths"]), args.patience, f"{job['source']} to come")
-                entry = pack_shard(out / file, job, settings, enc, pool)
-                print(f"{file}: {entry['rows']:,} rows from {job['source']}", flush=True)
+        good = {f: earlier[f] for f in jobs if still_good(out / f, jobs[f], earlier.get(f), args.seq_len + 1)}
+        kept = [good[file] for file in takewhile(good.__contains__, jobs)]
+        if earlier.keys() - good:  # never lists a file that is being replaced
+            save_manifest(out, settings, kept)
+        for entry in packed(jobs, good, out, settings, args):
             entries.append(entry)
-            if 0 < job["max_rows"] <= sum(entry["rows"] for entry in entries[1:]):
+            if len(entries) > len(kept):
+                save_manifest(out, settings, entries)
+            if entry["file"] not in good:
+                print(f"{entry['file']}: {entry['rows']:,} rows from {entry['source']}", flush=True)
+            if 0 < entry["max_rows"] <= sum(entry["rows"] for entry in entries[1:]):
                 break
         for part, some in ("validation", entries[:1]), ("training", entries[1:]):
             if not any(entry["rows"] for entry in some):
@@ -404,7 +431,7 @@ def main(argv=None):
     p.add_argument("--long-docs", choices=LONG_DOCS, default="crop", help="documents longer than a row (default: crop)")
     p.add_argument("--max-tokens", type=positive, default=0, help="stop after so many training tokens (default: all)")
     p.add_argument("--val-file", help="file held out as validation (default: the last .parquet or .jsonl)")
-    p.add_argument("--workers", type=positive, default=os.cpu_count(), help="threads (default: one per core)")
+    p.add_argument("--workers", type=positive, default=os.cpu_count(), help="processes (default: one per core)")
     p.add_argument("--stream", metavar="SHARDS", help="follow a download of these shards: pack each when it has come")
     p.add_argument("--patience", type=positive, default=1800, help="seconds --stream waits for a shard (default: 1800)")
     p.set_defaults(run=pack)

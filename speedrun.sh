@@ -81,7 +81,7 @@ say "rows: packing $TEXTS into $SEQ + 1 tokens each"
 pack=("$PY" dataloader.py pack --data "$TEXTS" --tokenizer "$WORK/tokenizer.json" --seq-len "$SEQ" --long-docs "$LONG_DOCS" --out "$ROWS")
 if [ "$DATA" = fineweb-edu ]; then # the rest is fetched and packed while training runs on what is there
     "$PY" dataloader.py download --out $TEXTS --shards "$SHARDS" >"$WORK/download.log" 2>&1 & background+=($!)
-    "${pack[@]}" --stream "$SHARDS" >"$WORK/pack.log" 2>&1 & background+=($!)
+    nice "${pack[@]}" --stream "$SHARDS" >"$WORK/pack.log" 2>&1 & background+=($!)
     until [ -f "$ROWS/manifest.json" ] && [ -f "$ROWS/val.npy" ]; do
         kill -0 "${background[1]}" 2>/dev/null || { tail -n 3 "$WORK/pack.log" >&2; exit 1; }
         sleep 5

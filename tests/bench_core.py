@@ -23,6 +23,7 @@ from test_core_eval import slow_examples, slow_rows, slow_shots, slow_task  # no
 
 import core_eval as ce  # noqa: E402
 from checkpoint import load_run  # noqa: E402
+from corpus import run_cli  # noqa: E402
 from model import PRESETS, Model  # noqa: E402
 from tokenizer_train import load_tokenizer  # noqa: E402
 
@@ -98,4 +99,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

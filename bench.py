@@ -2,10 +2,9 @@
 How fast a training step is, and where its time goes: `python bench.py`, some three minutes on two cores or one GPU;
 `torchrun --standalone --nproc_per_node=8 bench.py` on eight, each with as many rows, timed on the first.
 
-All variants take the same batches and depths, round by round in turn. A step is forward, backward and optimiser on one
-micro-batch: ms is the mean over the rounds, "over Euler" the median of the rounds' ratios. MFU is against the device's
-dense bf16 peak, by the model's own FLOPs. `masked` computes every row at every loop, with B e and the value rows made
-anew, and keeps the live ones, as the reference implementation does.
+All variants take the same batches and depths, round by round in turn; a step is forward, backward and optimiser on one
+micro-batch. ms: mean over the rounds; "over Euler": median of the rounds' ratios. MFU: against the device's dense bf16
+peak, by the model's own FLOPs. `masked` does all rows at every loop, B e and value rows anew, as the reference does.
 """
 
 import argparse
@@ -68,12 +67,10 @@ def step_times(kinds: dict, rows: int, rounds: int, device, dtype: str, rank: in
     for r in range(-3, rounds):  # the first three warm up
         for name, (cfg, masked) in kinds.items():
             (model, opt, own), (*batch, n, k) = made[name], random_batch(cfg, rows, r + 3, device)
-
             def step():
                 loss = masked_loss(model, *batch, n, k) if masked else model.loss(*batch, n, k)[0]
                 (loss / batch[0].numel()).backward()
                 opt.step(1.0, 1.0, loss.detach()[None])
-
             others = torch.cuda.memory_allocated() - own
             gpu and torch.cuda.reset_peak_memory_stats()
             seconds[name] += [timed(step)][: r >= 0]
@@ -84,8 +81,7 @@ def step_times(kinds: dict, rows: int, rounds: int, device, dtype: str, rank: in
 def breakdown(m, opt, rows: int, rounds: int, device) -> dict[str, float]:
     """Milliseconds of each part of a step at the mean depth, forward and backward, each timed by itself (median)."""
     cfg, (x, y, keys, *_) = m.cfg, random_batch(m.cfg, rows, 0, device)
-    with torch.no_grad():
-        h, decay, write, ve = m.before(x, keys)
+    h, decay, write, ve = torch.no_grad()(m.before)(x, keys)
     h, write = h.requires_grad_(), write.requires_grad_()
     z = m.after(h, x).detach().flatten(0, 1).requires_grad_()
     collectives = lambda: [(reduce_scatter(b["g"], b["grad"]), all_gather(b["data"], b["p"])) for b in opt.buffers]
@@ -118,20 +114,20 @@ def main():
     add("--rows", type=int, nargs="+", default=[8, 16, 32, 64] if cuda else [16], help="(default: %(default)s)")
     add("--rounds", type=int, default=30, help="timed steps of each variant (default: %(default)s)")
     args = p.parse_args()
-    if min(args.rounds, *args.rows) < 1 or f"transformer-{args.preset.removeprefix('parcae-')}" not in PRESETS:
+    cfg, flat = PRESETS.get(args.preset), "transformer-" + args.preset.removeprefix("parcae-")
+    if min(args.rounds, *args.rows) < 1 or flat not in PRESETS:
         fail(f"--rounds {args.rounds}, --rows {args.rows} or --preset {args.preset}: below 1, or without a Transformer")
     rank, world, device = distributed("cuda" if cuda else "cpu")
     dtype = "bfloat16" if cuda else probe_dtype()[0]
     chip = torch.cuda.get_device_name() if cuda else processor()
     peak = next((v for k, v in PEAK.items() if k in chip), math.nan)
-    cfg, flat = PRESETS[args.preset], PRESETS["transformer-" + args.preset.removeprefix("parcae-")]
     kinds = {"Parcae Euler": (cfg, False), "Parcae ZOH": (replace(cfg, gain="zoh"), False),
              "Parcae Euler, fixed depth": (replace(cfg, sampling="fixed"), False),
-             "Parcae Euler, masked": (cfg, True), "Transformer": (flat, False)}  # fmt: skip
+             "Parcae Euler, masked": (cfg, True), "Transformer": (PRESETS[flat], False)}  # fmt: skip
     text = f"""# Training step: {args.preset}, {cfg.seq_len} tokens a row, {dtype}\n
-`{" ".join(["python", *sys.argv])}`: {chip}, {world} rank(s), {torch.get_num_threads()} threads, \
-torch {torch.__version__}, {time.strftime("%Y-%m-%d")}\n
-| rows | model | ms | tok/s | time over Euler | MFU PaLM | MFU causal | peak GiB |\n{"|---" * 8}|\n"""
+`{f"torchrun --nproc_per_node={world}" if world > 1 else "python"} {" ".join(sys.argv)}`: \
+{chip}, {world} rank(s), {torch.get_num_threads()} threads, torch {torch.__version__}, {time.strftime("%Y-%m-%d")}\n
+| rows a rank | model | ms | tok/s a rank | time over Euler | MFU PaLM | MFU causal | peak GiB |\n{"|---" * 8}|\n"""
     for rows in args.rows:
         seconds, most, model, opt = step_times(kinds, rows, args.rounds, device, dtype, rank, world)
         for name, (c, _) in kinds.items():
@@ -146,8 +142,7 @@ torch {torch.__version__}, {time.strftime("%Y-%m-%d")}\n
     if rank == 0:
         print(text)
         write_atomic(f"results/bench-{device.type}{f'-{world}-ranks' * (world > 1)}.md", text.encode())
-    if world > 1:
-        dist.destroy_process_group()
+    world > 1 and dist.destroy_process_group()
 
 
 if __name__ == "__main__":

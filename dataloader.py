@@ -276,7 +276,7 @@ def pack(args):
         write_atomic(out / "tokenizer.json", Path(args.tokenizer).read_bytes())  # the rows' own copy
         good = {f: earlier[f] for f in jobs if still_good(out / f, jobs[f], earlier.get(f), args.seq_len + 1)}
         kept = [good[file] for file in takewhile(good.__contains__, jobs)]
-        if earlier.keys() - good:  # never lists a file that is being replaced
+        if not good or earlier.keys() - good:  # never lists a file that is being replaced
             save_manifest(out, settings, kept)
         for entry in packed(jobs, good, out, settings, args):
             entries.append(entry)

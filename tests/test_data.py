@@ -265,14 +265,15 @@ def test_get_returns_the_rows_of_the_files(packed, folder, tokenizer, tmp_path):
     assert dl.PackedData(tmp_path / "copy").sha256() == data.sha256() != dl.PackedData(tmp_path / "other").sha256()
 
 
-def test_streaming_waits_for_shards_and_equals_packing_at_once(tokenizer, tmp_path, capsys):
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_streaming_waits_for_shards_and_equals_packing_at_once(workers, tokenizer, tmp_path, capsys):
     every, late, out = (tmp_path / name for name in ("every", "late", "out"))
     every.mkdir(), late.mkdir()
     for i in 0, 1, 2, 1822:
         write_parquet(every / f"shard_{i:05d}.parquet", documents(60, seed=i))
     whole = pack(every, tokenizer, tmp_path / "whole", "--stream", "3")
     assert [entry["source"] for entry in whole["train"]] == [f"shard_{i:05d}.parquet" for i in range(3)]
-    thread = threading.Thread(target=pack, args=(late, tokenizer, out, "--stream", "3"))
+    thread = threading.Thread(target=pack, args=(late, tokenizer, out, "--stream", "3", "--workers", workers))
     thread.start()
     while not (out / "manifest.json").exists():
         time.sleep(0.02)
@@ -294,7 +295,7 @@ def test_streaming_waits_for_shards_and_equals_packing_at_once(tokenizer, tmp_pa
     for a, b in zip(edges, edges[1:]):  # shard after shard, each in its own order
         assert sorted(stream[a:b].tolist()) == list(range(a, b)) and stream[a:b].tolist() != list(range(a, b))
     (every / "shard_00001.parquet").unlink()  # waiting has an end
-    flags = ("--stream", "2", "--patience", "1")
+    flags = ("--stream", "2", "--patience", "1", "--workers", workers)
     expect_error(capsys, lambda: pack(every, tokenizer, tmp_path / "cut", *flags), "shard_00001", "1 s")
 
 

@@ -291,7 +291,7 @@ def environment() -> dict:
         return out.stdout.strip() if out.returncode == 0 else None
 
     return {
-        "git": {"commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD")},
+        "git": {"commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD", "--", "*.py")},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "machine": f"{processor()}, {os.cpu_count()} cores"
         + (f", {torch.cuda.device_count()} × {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),

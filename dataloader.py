@@ -230,34 +230,36 @@ def text_statistics(folder, entries, sizes):
     return {"unigram_entropy": float(nats), "val_bytes_per_token": float(targets @ sizes / targets.sum())}
 
 
-def end_with_parent():
-    """In a worker: Ctrl-C is the parent's business, and its death, however sudden, the worker's too (on Linux)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def end_with_parent(parent):
+    """In a worker: Ctrl-C ends it without a traceback, and so does its parent's death, however sudden (on Linux)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before that
+        os._exit(1)
 
 
 def packed(jobs, good, out, settings, args):
     """Yields the entry of each shard in order, of `good` or new. A worker is a process, with a shard of its own."""
     left, coming, n, spawn = deque(jobs), deque(), args.workers, multiprocessing.get_context("spawn")
     come = lambda: left[0] in good or all(p.exists() for p in jobs[left[0]]["paths"])
-    with ProcessPoolExecutor(n, spawn, end_with_parent) if n > 1 else ThreadPoolExecutor(1) as pool:
-        try:
-            while left or coming:
-                if left and len(coming) < n and come():
-                    file = left.popleft()
-                    coming.append(pool.submit(pack_shard, out / file, jobs[file], settings, args.tokenizer)
-                                  if file not in good else Future())  # fmt: skip
-                    file in good and coming[-1].set_result(good[file])
-                elif coming and (coming[0].done() or not left or len(coming) == n):
-                    yield coming.popleft().result()
-                else:
-                    what = f"{jobs[left[0]]['source']} to come"
-                    wait_until(lambda: come() or coming and coming[0].done(), args.patience, what)
-        except BrokenProcessPool:
-            fail(f"a packing process was killed, perhaps for lack of memory; try --workers {n // 2}")
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ProcessPoolExecutor(n, spawn, end_with_parent, (os.getpid(),)) if n > 1 else ThreadPoolExecutor(1)
+    try:
+        while left or coming:
+            if left and len(coming) < n and come():
+                file = left.popleft()
+                coming.append(pool.submit(pack_shard, out / file, jobs[file], settings, args.tokenizer)
+                              if file not in good else Future())  # fmt: skip
+                file in good and coming[-1].set_result(good[file])
+            elif coming and (coming[0].done() or not left or len(coming) == n):
+                yield coming.popleft().result()
+            else:
+                what = f"{jobs[left[0]]['source']} to come"
+                wait_until(lambda: come() or coming and coming[0].done(), args.patience, what)
+    except BrokenProcessPool:
+        fail(f"a packing process was killed, perhaps for lack of memory; try --workers {n // 2}")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def pack(args):

@@ -1,6 +1,7 @@
 """Packing and the stream: each law against a second computation; damaged input ends in one line. See test_corpus.py."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -191,15 +192,29 @@ def test_other_settings_are_refused(folder, tokenizer, packed, tmp_path, capsys)
     assert contents(packed) == before
 
 
+def any_left(group):
+    """Has the process group a process?"""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("workers", ["1", "3"])
 def test_killed_packing_shows_no_partial_shard_and_continues(workers, folder, tokenizer, packed, tmp_path):
     whole, out = contents(packed), tmp_path / "out"
     line, rng = [sys.executable, dl.__file__, *command(folder, tokenizer, out, "--workers", workers)], random.Random(0)
     for _ in range(4):
-        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(line, **quiet, start_new_session=True)
         time.sleep(rng.uniform(0.2, 1.0))
         process.send_signal(signal.SIGKILL)
         process.wait()
+        until = time.monotonic() + 20
+        while any_left(process.pid) and time.monotonic() < until:  # workers end with it
+            time.sleep(0.02)
+        assert not any_left(process.pid)
         found = contents(out) if out.exists() else {}
         assert all(content == whole[file] for file, content in found.items() if file != "manifest.json")
         listed = json.loads(found["manifest.json"])["train"] if "manifest.json" in found else []

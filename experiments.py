@@ -109,12 +109,13 @@ def granularity(args):  # paper, "Per-Microbatch vs. Per-Sequence Comparison", p
              for row, unit, known in rows]]  # fmt: skip
 
 
-def baseline(args):  # paper, "Comparing Parcae to Fixed-Depth Transformers", perplexity; last row: ours, equal FLOPs
+def baseline(args):  # paper, "Comparing Parcae to Fixed-Depth Transformers", perplexity; last two rows: ours
     known = {"370m": (15.79, 14.49, 29.6e9), "770m": (13.08, 12.49, 61.6e9), "1.3b": (11.95, 11.42, 104e9)}
     flat, looped, tokens = known.get(args.scale, (21.48, 19.06, 11.2e9))
     return [[Arm("Transformer", "", "transformer", "", tokens, {"mu": flat}),
              Arm("Parcae", "", "parcae", "", tokens, {"mu": looped}),
-             Arm("Transformer, Parcae's FLOPs", "", "transformer", "--flops {flops}", tokens)]]  # fmt: skip
+             Arm("Transformer, Parcae's FLOPs", "", "transformer", "--flops {flops}", tokens),
+             Arm("Parcae, one loop", "", "parcae", "--sampling fixed --mu-rec 1", tokens)]]  # fmt: skip
 
 
 def isoflop(args):  # paper, "Looping as an Orthogonal Scaling Axis in Training": the grid of scaling_laws.py

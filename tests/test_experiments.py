@@ -73,9 +73,10 @@ def test_tokens_and_learning_rates_scale():
     assert given[4].adam_lr is None  # the recipe's own
     args = arguments("baseline")
     arms = experiments.baseline(args)[0]
-    flat, looped, equal = (train.parse_args(experiments.train_flags(a, args, 11.2e9)) for a in arms)
+    flat, looped, equal, once = (train.parse_args(experiments.train_flags(a, args, 11.2e9)) for a in arms)
     assert equal.flops == pytest.approx(looped.tokens * train.model_config(looped).flops_per_token())
     assert train.model_config(flat) == train.model_config(equal) and flat.tokens == looped.tokens
+    assert train.model_config(once).flops_per_token() / train.model_config(flat).flops_per_token() == pytest.approx(1, 0.05)
 
 
 # -- divergence and statistics

@@ -195,7 +195,7 @@ def result(path: Path, look: bool = False) -> dict | None:
     if look and not rho and any(path.glob("step_*.pt")):
         rho = spectra(load_run(path)[0])
     git = run["config"]["git"]
-    config = run["config"] | {"git": {"commit": git["commit"], "changed": ".py\n" in (git["diff"] or "")}}
+    config = run["config"] | {"git": {"commit": git["commit"], "changed": bool(git["diff"])}}
     finite = lambda key: [r[key] for r in records if math.isfinite(r.get(key, math.nan))]
     return {"run": str(path), "diverged_at": divergence(records, stopped), "mu": run["config"]["model"]["mu_rec"],
             "loss": {} if stopped else last["loss"], "bpb": {} if stopped else last["bpb"], "unigram": run["unigram"],

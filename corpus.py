@@ -246,7 +246,7 @@ def get(url, start=0):
     if token := os.environ.get("HF_TOKEN"):
         headers["Authorization"] = f"Bearer {token}"  # requests drops it when redirected to another host
     response = requests.get(url, headers=headers, stream=True, timeout=(10, 60))
-    if response.status_code == 416:  # what is here is no shorter than the file: start over
+    if response.status_code == 416 and start:  # what is here is no shorter than the file: start over
         return get(url)
     response.raise_for_status()
     return response
@@ -301,7 +301,7 @@ def download(out, shards, workers):
         print(f"{name}: {reason or 'here'}", flush=True)
         return reason
 
-    with lock(out), ThreadPoolExecutor(workers) as pool:
+    with lock(out):
         if not (todo := [name for name in names if not whole_parquet(out / name)]):
             return print(f"{out}: all {len(names)} shards are here")
         size, reason = persistently(lambda: size_of(get(base + todo[-1])))  # they are about equal
@@ -311,6 +311,6 @@ def download(out, shards, workers):
         print(f"{out}: {len(todo)} shards to fetch, about {need:.3f} GB; {free:.3f} GB are free", flush=True)
         if need > free:
             fail(f"about {need:.3f} GB do not fit into {out} ({free:.3f} GB free); ask for fewer shards")
-        reasons = [bring(todo[0]), *pool.map(bring, todo[1:])]
+        reasons = [bring(todo[0]), *ThreadPoolExecutor(workers).map(bring, todo[1:])]  # `with` would make Ctrl-C wait
     if missing := ", ".join(f"{name} ({reason})" for name, reason in zip(todo, reasons) if reason):
         fail(f"missing: {missing}; run the same command again, it continues")

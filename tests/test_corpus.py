@@ -2,11 +2,16 @@
 
 import hashlib
 import http.server
+import os
 import random
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import sysconfig
 import threading
+import time
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -86,6 +91,8 @@ class Host(http.server.BaseHTTPRequestHandler):
         if Host.with_sha:
             self.send_header("X-Linked-Etag", f'"{sha}"')
         self.end_headers()
+        if trouble == "stall":
+            Host.ended.wait(60)
         self.wfile.write(sent)
         self.close_connection = True
 
@@ -93,7 +100,7 @@ class Host(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def host(monkeypatch, tmp_path):
     """A server on 127.0.0.1 with shards 0 to 3 and the validation shard."""
-    Host.files, Host.plan, Host.seen, Host.with_sha = {}, {}, [], True
+    Host.files, Host.plan, Host.seen, Host.with_sha, Host.ended = {}, {}, [], True, threading.Event()
     for i, name in enumerate(co.shard_names("4")):
         write_parquet(tmp_path / "x.parquet", documents(1000 if i == 1 else 100, seed=i))
         Host.files[name] = (tmp_path / "x.parquet").read_bytes()
@@ -104,6 +111,7 @@ def host(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr(co, "BACK_OFF", 0.01)
     yield Host
+    Host.ended.set()
     server.shutdown()
     server.server_close()
 
@@ -163,6 +171,25 @@ def test_download_lists_what_is_missing(host, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
     expect_error(capsys, lambda: fetch(tmp_path / "full"), "do not fit")
     assert not list((tmp_path / "full").glob("shard*"))
+
+
+def test_a_refused_range_without_a_range_is_an_error(host):
+    host.plan = {"shard_00000.parquet": [416, 416]}
+    url = f"{os.environ['HF_ENDPOINT']}/shard_00000.parquet"
+    assert co.persistently(co.get, url) == (None, "HTTP 416") and len(host.seen) == 1
+
+
+def test_ctrl_c_ends_a_download_that_stalls_at_once(host, tmp_path):
+    host.plan = {f"shard_0000{i}.parquet": ["stall"] * 9 for i in range(3)}
+    line = [sys.executable, dl.__file__, "download", "--out", str(tmp_path / "out"), "--shards", "4"]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while not (tmp_path / "out" / "shard_00001.parquet.part").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == 130 and said == b""
+    assert (tmp_path / "out" / "shard_01822.parquet").exists()
 
 
 def test_shard_names(capsys):

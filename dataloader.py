@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import takewhile
 from pathlib import Path
@@ -231,8 +231,7 @@ def text_statistics(folder, entries, sizes):
 
 
 def end_with_parent(parent):
-    """In a worker: Ctrl-C ends it without a traceback, and so does its parent's death, however sudden (on Linux)."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """In a worker: its parent's death ends it too, however sudden (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it died before that
@@ -246,18 +245,28 @@ def packed(jobs, good, out, settings, args):
     pool = ProcessPoolExecutor(n, spawn, end_with_parent, (os.getpid(),)) if n > 1 else ThreadPoolExecutor(1)
     try:
         while left or coming:
-            if left and len(coming) < n and come():
-                file = left.popleft()
-                coming.append(pool.submit(pack_shard, out / file, jobs[file], settings, args.tokenizer)
-                              if file not in good else Future())  # fmt: skip
-                file in good and coming[-1].set_result(good[file])
-            elif coming and (coming[0].done() or not left or len(coming) == n):
+            running = [future for future in coming if not future.done()]
+            if coming and coming[0].done():
                 yield coming.popleft().result()
-            else:
+            elif not left or len(running) == n:
+                wait(running, return_when=FIRST_COMPLETED)
+            elif not come():
                 what = f"{jobs[left[0]]['source']} to come"
                 wait_until(lambda: come() or coming and coming[0].done(), args.patience, what)
+            elif (file := left.popleft()) in good:
+                coming.append(Future())
+                coming[-1].set_result(good[file])
+            else:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker inherits it: see below
+                coming.append(pool.submit(pack_shard, out / file, jobs[file], settings, args.tokenizer))
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     except BrokenProcessPool:
         fail(f"a packing process was killed, perhaps for lack of memory; try --workers {n // 2}")
+    except KeyboardInterrupt:  # ended from here, workers print no traceback, nor Python a warning of leaked semaphores
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        pool.shutdown(wait=n > 1)
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -433,7 +442,7 @@ def main(argv=None):
     p.add_argument("--long-docs", choices=LONG_DOCS, default="crop", help="documents longer than a row (default: crop)")
     p.add_argument("--max-tokens", type=positive, default=0, help="stop after so many training tokens (default: all)")
     p.add_argument("--val-file", help="file held out as validation (default: the last .parquet or .jsonl)")
-    p.add_argument("--workers", type=positive, default=os.cpu_count(), help="processes (default: one per core)")
+    p.add_argument("--workers", type=positive, default=os.cpu_count(), help="processes, a file each (default: cores)")
     p.add_argument("--stream", metavar="SHARDS", help="follow a download of these shards: pack each when it has come")
     p.add_argument("--patience", type=positive, default=1800, help="seconds --stream waits for a shard (default: 1800)")
     p.set_defaults(run=pack)

@@ -146,6 +146,13 @@ def test_workers_do_not_change_a_bit(folder, tokenizer, packed, tmp_path):
     assert contents(packed) == contents(tmp_path / "three")
 
 
+def test_a_large_file_does_not_hold_up_the_others(folder, tokenizer, tmp_path):
+    write_parquet(folder / "shard_00000.parquet", documents(20_000, mean=500))
+    pack(folder, tokenizer, tmp_path / "out", "--workers", "2")
+    large, *others = ((tmp_path / "out" / f"shard_{i:05d}.npy").stat().st_mtime_ns for i in range(3))
+    assert large > max(others)
+
+
 def test_statistics_equal_a_direct_count(packed, tokenizer):
     manifest, enc, counts = dl.PackedData(packed).manifest, tt.load_tokenizer(tokenizer), np.ones(300)
     for entry in manifest["train"]:
@@ -221,6 +228,23 @@ def test_killed_packing_shows_no_partial_shard_and_continues(workers, folder, to
         assert all(entry["file"] in found for entry in listed)
     assert subprocess.run(line, capture_output=True).returncode == 0
     assert contents(out) == whole and not list(out.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_ctrl_c_ends_packing_without_a_word(send, folder, tokenizer, tmp_path):
+    for i in range(3):
+        write_parquet(folder / f"shard_{i:05d}.parquet", documents(20_000, seed=i, mean=500))  # for seconds of packing
+    for delay in 0.0, 0.15, 0.3, 0.6, 2.0:  # while workers begin and while they pack
+        out = tmp_path / str(delay)
+        line = [sys.executable, dl.__file__, *command(folder, tokenizer, out, "--workers", "3")]
+        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+        while not (out / "manifest.json").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(delay)
+        send(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=20)[1]  # until no worker holds stderr any more
+        assert (process.returncode, said) == (130, b""), delay
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])

@@ -375,8 +375,10 @@ class PackedData:
                 self.maps[path] = np.memmap(path, "<u2", "r", 128, (rows, row))
 
     def _wait(self, ready, what):
-        done = lambda: ready() or self.manifest["complete"] or self._read()  # _read() returns None: not yet
-        wait_until(done, self.wait_s, f"data: {what} from pack --stream to {self.folder}")
+        while not (ready() or self.manifest["complete"]):
+            seen = len(self.maps)
+            more = lambda: self.manifest["complete"] or len(self.maps) > seen or self._read()  # which returns None
+            wait_until(more, self.wait_s, f"data: {what} from pack --stream to {self.folder}")
 
     def rows(self, split):
         return int(self.edges[split][-1])

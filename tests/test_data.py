@@ -338,6 +338,20 @@ def test_streaming_waits_for_shards_and_equals_packing_at_once(workers, tokenize
     expect_error(capsys, lambda: pack(every, tokenizer, tmp_path / "cut", *flags), "shard_00001", "1 s")
 
 
+def test_a_late_row_is_waited_for_while_shards_come(packed):
+    manifest = dl.read_checked(packed / "manifest.json")
+    shown = lambda n: dl.write_checked(packed / "manifest.json", stream | {"train": manifest["train"][:n]})
+    stream = manifest | {"shuffle": "shard", "complete": False}
+    shown(1)
+    data, timers = dl.PackedData(packed, wait_s=1.0), [threading.Timer(0.7 * n, shown, (n + 1,)) for n in (1, 2)]
+    for timer in timers:
+        timer.start()
+    last = sum(entry["rows"] for entry in manifest["train"]) - 1
+    assert data.stream_ids(0, last, 1) >= data.rows("train") - manifest["train"][-1]["rows"]
+    with pytest.raises(SystemExit):  # nothing more comes
+        data.stream_ids(0, last + 1, 1)
+
+
 # ---- damaged input
 
 

@@ -40,6 +40,7 @@ def run_cli(main):
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
         main()
     except KeyboardInterrupt:

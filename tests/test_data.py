@@ -375,6 +375,16 @@ def test_bad_documents_are_counted_and_the_rest_is_packed(tokenizer, tmp_path, c
     assert fixed == {*good, "bad \ufffd\ufffd bytes", "lone \ufffd surrogate", "caf\ufffd latin"}
 
 
+def test_a_file_name_that_is_not_utf8_is_packed_and_printed(tokenizer, tmp_path):
+    for name in b"a.jsonl", b"caf\xe9.jsonl":
+        path = os.path.join(os.fsencode(tmp_path), name)
+        Path(os.fsdecode(path)).write_text("".join(json.dumps({"text": doc}) + "\n" for doc in documents(60)))
+    line = [sys.executable, dl.__file__, *command(tmp_path, tokenizer, tmp_path / "out")]
+    env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(line, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and r"rows from caf\udce9.jsonl" in done.stdout
+
+
 def test_a_damaged_row_group_is_named_and_skipped(folder, tokenizer, tmp_path, capsys):
     path = folder / "shard_00001.parquet"
     write_parquet(path, documents(300, seed=1), row_group_size=100, write_page_checksum=True)

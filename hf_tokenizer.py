@@ -85,7 +85,7 @@ def read_tokenizer(path: Path) -> tuple[dict, list[int]]:
         data = json.loads(path.read_text())
         if "model" in data:
             return tokenizer_from_hf(data)
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         fail(f"tokenizer {path}: {first_line(e)}; {want}")
     count = load_tokenizer(path).n_vocab
     del data["checksum"]

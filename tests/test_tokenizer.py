@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import rustbpe
 
+import hf_tokenizer
 import tokenizer_train as tt
 
 ODD = [
@@ -137,10 +138,11 @@ def test_damaged_tokenizer_files_end_in_one_line(trained, tmp_path, capsys):
     for name, content in bad.items():
         path = tmp_path / "tokenizer.json"
         path.write_bytes(content)
-        with pytest.raises(SystemExit) as stop:
-            tt.load_tokenizer(path)
-        message = capsys.readouterr().err
-        assert stop.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1, (name, message)
+        for read in tt.load_tokenizer, hf_tokenizer.read_tokenizer:
+            with pytest.raises(SystemExit) as stop:
+                read(path)
+            message = capsys.readouterr().err
+            assert stop.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1, (name, message)
     with pytest.raises(SystemExit):
         tt.load_tokenizer(tmp_path / "nowhere.json")
     assert "tokenizer_train.py" in capsys.readouterr().err

@@ -280,11 +280,14 @@ def pack(args):
         fail(f"{args.tokenizer} has {enc.n_vocab} entries; ids are stored in 16 bits, so at most 65536")
     settings, jobs = plan_shards(args, enc)
     with corpus.lock(out):
-        old = read_checked(out / "manifest.json") or settings | {"val": None, "train": []}
+        own, old = out / "tokenizer.json", read_checked(out / "manifest.json")
+        if not old and own.exists() and file_hash(own) != settings["tokenizer_sha256"]:
+            fail(f"{own} is another tokenizer than {args.tokenizer}; move it or choose another --out")
+        old = old or settings | {"val": None, "train": []}
         if changed := [f"{k} {old.get(k)} (now {new})" for k, new in settings.items() if old.get(k) != new]:
             fail(f"{out} was packed with {', '.join(changed)}; delete it or choose another --out")
         earlier = {entry["file"]: entry for entry in [old["val"], *old["train"]] if entry}
-        write_atomic(out / "tokenizer.json", Path(args.tokenizer).read_bytes())  # the rows' own copy
+        write_atomic(own, Path(args.tokenizer).read_bytes())  # the rows' copy
         good = {f: earlier[f] for f in jobs if still_good(out / f, jobs[f], earlier.get(f), args.seq_len + 1)}
         kept = [good[file] for file in takewhile(good.__contains__, jobs)]
         if not good or earlier.keys() - good:  # never lists a file that is being replaced

@@ -197,6 +197,10 @@ def test_other_settings_are_refused(folder, tokenizer, packed, tmp_path, capsys)
     with dl.corpus.lock(packed):
         expect_error(capsys, lambda: pack(folder, tokenizer, packed), "another process")
     assert contents(packed) == before
+    (packed / "manifest.json").unlink()  # then a tokenizer there may be the only copy of somebody's
+    expect_error(capsys, lambda: pack(folder, other, packed), "tokenizer.json is another tokenizer than")
+    pack(folder, tokenizer, packed)
+    assert contents(packed) == before
 
 
 def any_left(group):

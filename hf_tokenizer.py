@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from dataloader import fail, first_line
-from tokenizer_train import SPECIALS, load_tokenizer
+from tokenizer_train import SPECIALS, encoding, load_tokenizer
 
 
 def alphabet() -> dict[int, str]:
@@ -73,6 +73,7 @@ def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
         raise ValueError("some of its tokens have no merge")
     ours = {"version": 1, "pattern": split["pattern"]["Regex"], "ranks": [base64.b64encode(t).decode() for t in tokens]}
     ours["specials"] = {name: len(tokens) + i for i, name in enumerate(SPECIALS)}
+    encoding(ours)  # is every byte a token, can tiktoken read the pattern?
     return ours, [i for i, _ in ids] + [specials[name] for name in SPECIALS]
 
 

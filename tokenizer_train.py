@@ -31,19 +31,24 @@ PIECE = 65_536  # characters given to the regex engine at once: it overflows its
 tokenizer_hash = file_hash  # packed data and checkpoints name their tokenizer by it
 
 
-def load_tokenizer(path):
-    """The tokenizer file as a tiktoken.Encoding; a damaged file ends the program with one line."""
+def encoding(data):
+    """What the tokenizer file holds -> tiktoken.Encoding; ValueError and the like where it is not save_tokenizer's."""
     import tiktoken
 
+    ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}
+    specials = {name: len(data["ranks"]) + i for i, name in enumerate(SPECIALS)}
+    whole = len(ranks) == len(data["ranks"]) and all(bytes([i]) in ranks for i in range(256))
+    if data["specials"] != specials or not whole:
+        raise ValueError("tokens are missing, doubled or misplaced")
+    return tiktoken.Encoding("bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=specials)
+
+
+def load_tokenizer(path):
+    """The tokenizer file as a tiktoken.Encoding; a damaged file ends the program with one line."""
     data = read_checked(path) or fail(f"no tokenizer at {path}; python tokenizer_train.py makes one")
     try:
-        ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}
-        specials = {name: len(data["ranks"]) + i for i, name in enumerate(SPECIALS)}
-        whole = len(ranks) == len(data["ranks"]) and all(bytes([i]) in ranks for i in range(256))
-        if data["specials"] != specials or not whole:
-            raise ValueError("tokens are missing, doubled or misplaced")
-        return tiktoken.Encoding("bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=specials)
-    except (ValueError, TypeError, LookupError, AttributeError) as e:  # whole, but not as save_tokenizer writes it
+        return encoding(data)
+    except (ValueError, TypeError, LookupError, AttributeError) as e:  # whole by its checksum
         fail(f"{path} is not a tokenizer of this program ({first_line(e)}); make it again")
 
 

@@ -1,5 +1,6 @@
 """The tokenizer file and tiktoken give what the BPE trainer itself gives; byte counts come from bytes."""
 
+import copy
 import json
 import random
 
@@ -146,6 +147,18 @@ def test_damaged_tokenizer_files_end_in_one_line(trained, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tt.load_tokenizer(tmp_path / "nowhere.json")
     assert "tokenizer_train.py" in capsys.readouterr().err
+
+
+def test_a_hugging_face_tokenizer_that_tiktoken_cannot_take_is_refused(trained, tmp_path, capsys):
+    data = hf_tokenizer.tokenizer_to_hf(trained[2])
+    no_byte, no_pattern = copy.deepcopy(data), copy.deepcopy(data)
+    del no_byte["model"]["vocab"][hf_tokenizer.alphabet()[255]]
+    no_pattern["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(("
+    for bad, why in (no_byte, "tokens are missing"), (no_pattern, "closing parenthesis"):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(bad))
+        with pytest.raises(SystemExit):
+            hf_tokenizer.read_tokenizer(tmp_path / "tokenizer.json")
+        assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--vocab-size 100", "--vocab-size 70000", "--max-chars 0", "--doc-cap 0"])

@@ -10,8 +10,8 @@ import base64
 import json
 from pathlib import Path
 
-from dataloader import fail, first_line
-from tokenizer_train import SPECIALS, encoding, load_tokenizer
+from corpus import fail, first_line
+from tokenizer_train import SPECIALS, encoding, file_content, load_tokenizer
 
 
 def alphabet() -> dict[int, str]:
@@ -71,8 +71,7 @@ def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
         raise ValueError("its merges are not in the order of its ids")
     if len(listed) < len(tokens) - 256 and not model.get("ignore_merges"):
         raise ValueError("some of its tokens have no merge")
-    ours = {"version": 1, "pattern": split["pattern"]["Regex"], "ranks": [base64.b64encode(t).decode() for t in tokens]}
-    ours["specials"] = {name: len(tokens) + i for i, name in enumerate(SPECIALS)}
+    ours = file_content(tokens, split["pattern"]["Regex"])
     encoding(ours)  # is every byte a token, can tiktoken read the pattern?
     return ours, [i for i, _ in ids] + [specials[name] for name in SPECIALS]
 

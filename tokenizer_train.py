@@ -90,9 +90,14 @@ def train_bpe(documents, vocab_size):
     return ranks, trainer
 
 
+def file_content(ranks, pattern=PATTERN):
+    """What a tokenizer file holds, its checksum apart."""
+    data = {"version": 1, "pattern": pattern, "ranks": [base64.b64encode(token).decode() for token in ranks]}
+    return data | {"specials": {name: len(ranks) + i for i, name in enumerate(SPECIALS)}}
+
+
 def save_tokenizer(path, ranks):
-    data = {"version": 1, "pattern": PATTERN, "ranks": [base64.b64encode(token).decode() for token in ranks]}
-    write_checked(path, data | {"specials": {name: len(ranks) + i for i, name in enumerate(SPECIALS)}})
+    write_checked(path, file_content(ranks))
 
 
 def training_texts(units, holdout, max_chars, doc_cap, kept):

@@ -155,12 +155,14 @@ def main(argv=None):
         fail(f"--vocab-size {args.vocab_size}: must be 260 to 65536 (ids are stored in 16 bits)")
     if args.max_chars < 1 or not 1 <= args.doc_cap <= PIECE:
         fail(f"--max-chars {args.max_chars} must be at least 1 and --doc-cap {args.doc_cap} from 1 to {PIECE}")
+    if Path(args.out).is_dir():
+        fail(f"--out {args.out} is a folder; name a file, for example {Path(args.out) / 'tokenizer.json'}")
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     units, val_unit, holdout = find_sources(args.data, args.val_file)
     train, start = [], time.time()
     ranks, _ = train_bpe(training_texts(units, holdout, args.max_chars, args.doc_cap, train), args.vocab_size)
     if len(ranks) + len(SPECIALS) < args.vocab_size:
         fail(f"{args.data} yields only {len(ranks) + len(SPECIALS)} tokens; give more text or a smaller --vocab-size")
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     save_tokenizer(args.out, ranks)
     print(f"{args.out}: {args.vocab_size:,} entries in {time.time() - start:.1f} s, {tokenizer_hash(args.out)[:12]}")
     val = [text for text in texts(val_unit[1], "val", holdout, Counter())][:1000]

@@ -8,20 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-GPUS=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
-PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo tiny)} # network and recipe, see PRESETS in model.py
-DATA=${DATA:-$([ "$GPUS" -gt 0 ] && echo fineweb-edu || echo stdlib)}   # stdlib, fineweb-edu, or a folder of texts
-GAINS=${GAINS:-euler zoh}                                               # one training each, matched in all else
-TOKENS=${TOKENS:-}                                                      # training tokens of each (default: the preset's)
-NPROC=${NPROC:-$([ "$GPUS" -gt 0 ] && echo "$GPUS" || echo 1)}          # processes: one a GPU
-SEED=${SEED:-0}                                                         # of weights, row order, depths, initial states
-DEPTHS=${DEPTHS:-1,2,4,8,16}                                            # loops at which validation loss is measured
-RUN=${RUN:-$PRESET-$(basename "$DATA")-s$SEED}                          # results go to runs/$RUN
-LONG_DOCS=${LONG_DOCS:-$([ "$DATA" = stdlib ] && echo split || echo crop)}   # of long documents; crop is the paper's, and would drop 95 % of stdlib
-BUNDLE=${BUNDLE:-}                                                      # CORE task data: a zip or folder (default: fetched)
-PROMPT=${PROMPT:-$([ "$DATA" = stdlib ] && echo 'def ' || echo The)}      # what the samples at the end begin with
-PY=${PY:-}                                                              # a Python with the dependencies; else .venv is made
-
+PY=${PY:-} # a Python with the dependencies; else .venv is made
 say() { printf '\n[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
 
 if [ -z "$PY" ]; then
@@ -33,19 +20,35 @@ if [ -z "$PY" ]; then
         [ "$base" = none ] && { echo "error: no Python 3.11 to 3.13 on the PATH; install one" >&2; exit 2; }
         say "environment: .venv with the versions pinned in pyproject.toml"
         "$base" -m venv .venv
-        mapfile -t pins < <("$PY" -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]
-print(*p["dependencies"], *p["optional-dependencies"]["dev"], sep="\n")')
-        "$PY" -m pip install --quiet --disable-pip-version-check "${pins[@]}"
+        "$PY" -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*p["dependencies"], *p["optional-dependencies"]["dev"], sep="\n")' >.venv/requirements.txt
+        "$PY" -m pip install --quiet --disable-pip-version-check --requirement .venv/requirements.txt
         cp pyproject.toml .venv/pyproject.toml
     fi
 fi
 [ "${1:-}" = setup ] && exit 0
 
-read -r VOCAB SEQ STEP_TOKENS RECIPE_TOKENS < <("$PY" -c '
+GPUS=$("$PY" -c 'import torch; print(torch.cuda.device_count())') # those in CUDA_VISIBLE_DEVICES, if that is set
+PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo tiny)} # network and recipe, see PRESETS in model.py
+DATA=${DATA:-$([ "$GPUS" -gt 0 ] && echo fineweb-edu || echo stdlib)}   # stdlib, fineweb-edu, or a folder of texts
+GAINS=${GAINS:-euler zoh}                                               # one training each, matched in all else
+TOKENS=${TOKENS:-}                                                      # training tokens of each (default: the preset's)
+NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 1))}                                # processes: one a GPU
+SEED=${SEED:-0}                                                         # of weights, row order, depths, initial states
+DEPTHS=${DEPTHS:-1,2,4,8,16}                                            # loops at which validation loss is measured
+RUN=${RUN:-$PRESET-$(basename "$DATA")-s$SEED}                          # results go to runs/$RUN
+LONG_DOCS=${LONG_DOCS:-$([ "$DATA" = stdlib ] && echo split || echo crop)} # crop, the paper's, would drop 95 % of stdlib
+BUNDLE=${BUNDLE:-}                                                      # CORE task data: a zip or folder (default: fetched)
+PROMPT=${PROMPT:-$([ "$DATA" = stdlib ] && echo 'def ' || echo The)}    # what the samples at the end begin with
+
+read -r VOCAB SEQ RECIPE_TOKENS < <("$PY" -c '
 import sys, train
 c = train.PRESETS.get(sys.argv[1]) or train.fail(f"PRESET={sys.argv[1]} is not one of {chr(32).join(train.PRESETS)}")
-tokens, batch, *_ = train.recipe_of(sys.argv[1])
-print(c.vocab_size, c.seq_len, batch * c.seq_len, int(float(sys.argv[2] or tokens)))' "$PRESET" "$TOKENS") || exit 2
+try:
+    tokens = int(float(sys.argv[2] or train.recipe_of(sys.argv[1])[0]))
+except (ValueError, OverflowError):
+    train.fail(f"TOKENS={sys.argv[2]} is not a number of tokens")
+print(c.vocab_size, c.seq_len, tokens)' "$PRESET" "$TOKENS") || exit 2
 WORK=data/$(basename "$DATA")-v$VOCAB
 ROWS=$WORK/rows-$SEQ-$LONG_DOCS
 OUT=runs/$RUN

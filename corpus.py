@@ -198,6 +198,9 @@ def build_stdlib(out):
 
     from pyarrow import parquet, table
 
+    if (Path(out) / "shard_00000.parquet").exists():
+        print(f"{out}/shard_00000.parquet is there already, and stays; delete it to build the corpus again")
+        return
     root, docs = Path(sysconfig.get_paths()["stdlib"]), {}
     left_out = set("test tests idle_test lib2to3 _bundled site-packages dist-packages encodings pydoc_data".split())
     for path in root.rglob("*.py"):
@@ -208,9 +211,6 @@ def build_stdlib(out):
     names = sorted((n for n in docs if docs[n].strip()), key=lambda n: hashlib.sha256(n.encode()).digest())
     cut = len(names) // 16
     shards = [*(names[cut + k :: 4] for k in range(4)), names[:cut]]
-    if (Path(out) / "shard_00000.parquet").exists():
-        print(f"{out}/shard_00000.parquet is there already, and stays; delete it to build the corpus again")
-        return
     with lock(out):
         for i in range(4, -1, -1):  # validation first: when shard 0 is there, all are
             options = {"row_group_size": 256, "compression": "zstd", "write_page_checksum": True}

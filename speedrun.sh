@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a matched Euler / Exact-ZOH pair: environment, corpus, tokenizer, rows, two trainings, samples, report.
-#   bash speedrun.sh                       CPU: the small model on the Python standard library's source, minutes, offline
+# From nothing to a matched Euler / Exact-ZOH pair: environment, corpus, tokenizer, rows, trainings, samples, report.
+#   bash speedrun.sh                       CPU: the small model on the source of Python's library, minutes, offline
 #                                          GPUs: the 140M recipe on 11.2B tokens of FineWeb-Edu, on all of them
 #   DATA=my/texts bash speedrun.sh         your own .parquet (column text), .jsonl (key text) or .txt files
 #   bash speedrun.sh setup                 the environment only
@@ -32,13 +32,13 @@ GPUS=$("$PY" -c 'import torch; print(torch.cuda.device_count())') # those in CUD
 PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo tiny)} # network and recipe, see PRESETS in model.py
 DATA=${DATA:-$([ "$GPUS" -gt 0 ] && echo fineweb-edu || echo stdlib)}   # stdlib, fineweb-edu, or a folder of texts
 GAINS=${GAINS:-euler zoh}                                               # one training each, matched in all else
-TOKENS=${TOKENS:-}                                                      # training tokens of each (default: the preset's)
+TOKENS=${TOKENS:-}                                                      # of each training (default: the preset's)
 NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 1))}                                # processes: one a GPU
 SEED=${SEED:-0}                                                         # of weights, row order, depths, initial states
 DEPTHS=${DEPTHS:-1,2,4,8,16}                                            # loops at which validation loss is measured
 RUN=${RUN:-$PRESET-$(basename "$DATA")-s$SEED}                          # results go to runs/$RUN
-LONG_DOCS=${LONG_DOCS:-$([ "$DATA" = stdlib ] && echo split || echo crop)} # crop, the paper's, would drop 95 % of stdlib
-BUNDLE=${BUNDLE:-}                                                      # CORE task data: a zip or folder (default: fetched)
+LONG_DOCS=${LONG_DOCS:-$([ "$DATA" = stdlib ] && echo split || echo crop)} # crop, the paper's, drops 95 % of stdlib
+BUNDLE=${BUNDLE:-}                                                      # CORE task data: zip or folder (default: fetch)
 PROMPT=${PROMPT:-$([ "$DATA" = stdlib ] && echo 'def ' || echo The)}    # what the samples at the end begin with
 
 read -r VOCAB SEQ RECIPE_TOKENS < <("$PY" -c '
@@ -52,37 +52,47 @@ print(c.vocab_size, c.seq_len, tokens)' "$PRESET" "$TOKENS") || exit 2
 WORK=data/$(basename "$DATA")-v$VOCAB
 ROWS=$WORK/rows-$SEQ-$LONG_DOCS
 OUT=runs/$RUN
-mkdir -p "$WORK" "$OUT"
 background=()
 trap '[ ${#background[@]} -eq 0 ] || kill "${background[@]}" 2>/dev/null || true' EXIT
 
 case "$DATA" in
 stdlib)
     TEXTS=data/stdlib
-    [ -f $TEXTS/shard_00000.parquet ] || { say "corpus: the source of this Python's standard library"; "$PY" dataloader.py stdlib --out $TEXTS; }
+    say "corpus: the source of this Python's standard library"
+    "$PY" dataloader.py stdlib --out $TEXTS
     ;;
 fineweb-edu)
     TEXTS=data/fineweb-edu
     # a shard is about 250M characters, 53M tokens, of which best-fit packing crops up to 40 %
     SHARDS=$((RECIPE_TOKENS / 31000000 + 2))
     [ "$SHARDS" -gt 1822 ] && SHARDS=1822
-    say "corpus: shards 0 to 8 and the validation shard of FineWeb-Edu for the tokenizer; $SHARDS in all"
-    "$PY" dataloader.py download --out $TEXTS --shards $((SHARDS < 9 ? SHARDS : 9))
+    FIRST=$((SHARDS < 9 ? SHARDS : 9))
+    say "corpus: for the tokenizer $FIRST of $SHARDS shards of FineWeb-Edu, and the one for validation"
+    "$PY" dataloader.py download --out $TEXTS --shards "$FIRST"
     ;;
 *)
-    TEXTS=$DATA
-    [ -d "$TEXTS" ] || { echo "error: DATA=$DATA is not a folder (nor stdlib, nor fineweb-edu)" >&2; exit 2; }
+    TEXTS=$(cd "$DATA" >/dev/null 2>&1 && pwd) ||
+        { echo "error: DATA=$DATA is not a folder (nor stdlib, nor fineweb-edu)" >&2; exit 2; }
     ;;
 esac
+mkdir -p "$WORK" "$OUT"
+if [ -f "$WORK/source" ] && [ "$(cat "$WORK/source")" != "$TEXTS" ]; then # another folder of the same last name
+    echo "error: $WORK was made from $(cat "$WORK/source"), not $TEXTS; rename one of these folders, or delete" \
+        "$WORK/source if it is the same one, moved" >&2
+    exit 2
+fi
+echo "$TEXTS" >"$WORK/source"
 
 if [ ! -f "$WORK/tokenizer.json" ]; then
     say "tokenizer: byte-level BPE with $VOCAB entries"
-    "$PY" tokenizer_train.py --data "$TEXTS" --vocab-size "$VOCAB" --max-chars 2000000000 --out "$WORK/tokenizer.json"
+    "$PY" tokenizer_train.py --data "$TEXTS" --vocab-size "$VOCAB" --out "$WORK/tokenizer.json"
 fi
 
 say "rows: packing $TEXTS into $SEQ + 1 tokens each"
-pack=("$PY" dataloader.py pack --data "$TEXTS" --tokenizer "$WORK/tokenizer.json" --seq-len "$SEQ" --long-docs "$LONG_DOCS" --out "$ROWS")
-if [ "$DATA" = fineweb-edu ]; then # the rest is fetched and packed while training runs on what is there
+pack=("$PY" dataloader.py pack --data "$TEXTS" --tokenizer "$WORK/tokenizer.json" --seq-len "$SEQ"
+    --long-docs "$LONG_DOCS" --out "$ROWS")
+if [ "$DATA" = fineweb-edu ]; then
+    say "the rest is fetched and packed while training runs on what is there: $WORK/download.log, $WORK/pack.log"
     "$PY" dataloader.py download --out $TEXTS --shards "$SHARDS" >"$WORK/download.log" 2>&1 & background+=($!)
     nice "${pack[@]}" --stream "$SHARDS" >"$WORK/pack.log" 2>&1 & background+=($!)
     until [ -f "$ROWS/manifest.json" ] && [ -f "$ROWS/val.npy" ]; do
@@ -93,7 +103,7 @@ else
     "${pack[@]}"
 fi
 
-DTYPE=$("$PY" -c 'import torch, train; print("bfloat16" if torch.cuda.is_available() else train.probe_dtype()[0])') # for both
+DTYPE=$([ "$GPUS" -gt 0 ] && echo bfloat16 || "$PY" -c 'import train; print(train.probe_dtype()[0])') # the same for all
 launch=("$PY")
 [ "$NPROC" -gt 1 ] && launch=("$PY" -m torch.distributed.run --standalone "--nproc_per_node=$NPROC")
 arms=()
@@ -107,7 +117,8 @@ done
 if [ "$GPUS" -gt 0 ] || [ -n "$BUNDLE" ] || [ -f data/eval_bundle.zip ]; then # on a CPU a reduced panel, a few minutes
     for run in "${arms[@]}"; do
         say "CORE: $run"
-        "${launch[@]}" core_eval.py "$run" ${BUNDLE:+--bundle "$BUNDLE"} $([ "$GPUS" -gt 0 ] || echo --max-per-task 20 --seeds 1234)
+        "${launch[@]}" core_eval.py "$run" ${BUNDLE:+--bundle "$BUNDLE"} \
+            $([ "$GPUS" -gt 0 ] || echo --max-per-task 20 --seeds 1234)
     done
 else
     say "CORE: left out; give its task data as BUNDLE=eval_bundle.zip to evaluate a reduced panel on this CPU"

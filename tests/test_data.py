@@ -483,3 +483,20 @@ def test_documents_of_megabytes_are_packed(tokenizer, tmp_path):
     manifest = pack(tmp_path, tokenizer, tmp_path / "out", "--long-docs", "split", seq_len=256)
     assert manifest["documents"] == 23 and manifest["bytes"] == sum(len(doc.encode()) for doc in docs)
     assert manifest["cropped_fraction"] < 0.01
+
+
+def test_speedrun_refuses_what_it_cannot_use_in_one_line(tmp_path):
+    root = Path(dl.__file__).parent
+    for path in [*root.glob("*.py"), root / "speedrun.sh"]:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "mine" / "text").mkdir(parents=True)
+    (tmp_path / "data" / "text-v4096").mkdir(parents=True)
+    (tmp_path / "data" / "text-v4096" / "source").write_text("/others/text\n")
+    env = os.environ | {"PY": sys.executable}
+    for name, value, why in (
+        ("TOKENS", "many", "TOKENS=many is not a number"),
+        ("DATA", "mine/text", "data/text-v4096 was made from /others/text, not "),  # whose tokenizer it would take
+    ):
+        values = env | {"DATA": "mine/text", name: value}
+        done = subprocess.run(["bash", tmp_path / "speedrun.sh"], env=values, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {why}") and done.stderr.count("\n") == 1, done

@@ -424,9 +424,11 @@ def test_unusable_input_ends_in_one_line(folder, tokenizer, tmp_path, capsys):
     write_parquet(folder / "shard_00003.parquet", ["short"])
     refused("too little validation text", "one row takes 65")
     expect_error(capsys, lambda: dl.PackedData(tmp_path / "refused"), "not finished")
-    for flags in ["--seq-len", "0"], ["--workers", "-1"], ["--long-docs", "x"], ["--stream", "0"], ["--stream", "9999"]:
+    bad = "--seq-len 0", "--workers -1", "--long-docs x", "--stream 0", "--stream 9999", "--stream 3 --val-file b"
+    for flags in map(str.split, bad):
         with pytest.raises(SystemExit, match="2"):
             pack(folder, tokenizer, tmp_path / "refused", *flags)
+    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_damaged_rows_and_manifests_end_in_one_line(packed, tmp_path, capsys):

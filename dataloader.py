@@ -189,8 +189,8 @@ def plan_shards(args, enc):
     settings |= {"tokenizer_sha256": file_hash(args.tokenizer), "bos_id": enc.encode_single_token("<|bos|>")}
     settings |= {"shuffle": "shard" if args.stream else "all", "long_docs": args.long_docs, "holdout": holdout}
     jobs = {"val.npy": {"split": "val", "source": val[0], "paths": val[1], "max_rows": 0}}
+    max_rows = -(-args.max_tokens // args.seq_len)
     for i, (source, paths) in enumerate(units):
-        max_rows = -(-args.max_tokens // args.seq_len)
         jobs[f"shard_{i:05d}.npy"] = {"split": "train", "source": source, "paths": paths, "max_rows": max_rows}
     return settings, jobs
 
@@ -198,15 +198,15 @@ def plan_shards(args, enc):
 def save_manifest(folder, settings, entries, statistics=None):
     """Totals are sums over the shards, so the manifest is right after every one; statistics come when all is packed."""
     val, train = (entries[0], entries[1:]) if entries else (None, [])
+    summed, used = ("documents", "document_tokens", "bytes", "dropped_tokens"), settings["long_docs"]
     total = Counter(tokens=sum(entry["rows"] for entry in train) * settings["seq_len"])
     for entry in train:
-        total.update({key: entry[key] for key in ("documents", "document_tokens", "bytes", "dropped_tokens")})
-        total.update(entry["cropped"])
+        total.update({key: entry[key] for key in summed} | entry["cropped"])
     fractions = {mode: total[mode] / max(1, total["document_tokens"]) for mode in LONG_DOCS}
     counted = train if settings["holdout"] else entries  # a hold-out reads the training files again
     manifest = settings | {"train": train, "val": val, "complete": statistics is not None}
-    manifest |= {key: total[key] for key in ("tokens", "documents", "document_tokens", "bytes", "dropped_tokens")}
-    manifest |= {"cropped_tokens": total[settings["long_docs"]], "cropped_fraction": fractions[settings["long_docs"]]}
+    manifest |= {key: total[key] for key in ("tokens", *summed)}
+    manifest |= {"cropped_tokens": total[used], "cropped_fraction": fractions[used]}
     manifest |= {"cropped_fraction_by_mode": fractions}
     manifest |= {"skipped": dict(sum((Counter(entry["skipped"]) for entry in counted), Counter()))}
     manifest |= statistics or {"unigram_entropy": None, "val_bytes_per_token": None}

@@ -71,15 +71,15 @@ BATCH_GROUP = 32  # rows that share a depth under granularity "batch": the micro
 def poisson_quantile(u: np.ndarray, mean: np.ndarray | float) -> np.ndarray:
     """Smallest k with P(Poisson(mean) <= k) > u: exact inverse-CDF sampling, elementwise."""
     mean = np.broadcast_to(np.asarray(mean, np.float64), u.shape)
-    k, p = np.zeros(u.shape, np.int64), np.exp(-mean)
-    cdf = p.copy()
+    k, log_p = np.zeros(u.shape, np.int64), -mean  # as logarithms: exp(-mean) is 0 for means above 745
+    cdf = np.exp(log_p)
     for i in range(1, int(mean.max() + 40 * math.sqrt(mean.max() + 1)) + 2):
         more = u >= cdf
         if not more.any():
             break
         k += more
-        p = p * mean / i
-        cdf = np.where(more, cdf + p, cdf)
+        log_p = log_p + np.log(mean / i)
+        cdf = np.where(more, cdf + np.exp(log_p), cdf)
     return k
 
 

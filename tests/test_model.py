@@ -358,8 +358,8 @@ def test_no_draw_of_a_long_run_is_deeper_than_the_probe(sampling):
 
 
 def test_poisson_quantile_inverts_the_distribution_function():
-    for mean in (0.5, 4.0, 20.0):
-        cdf = np.cumsum([poisson_pmf(k, mean) for k in range(60)])
+    for mean in (0.5, 4.0, 20.0, 900.0):
+        cdf = np.cumsum([poisson_pmf(k, mean) for k in range(60 + int(2 * mean))])
         u = np.random.default_rng(0).random(1000)
         assert (poisson_quantile(u, mean) == np.searchsorted(cdf, u, side="right")).all()
 

@@ -11,13 +11,11 @@ they stand on the control path. Use: `--mechanism attnres` or `--mechanism hyper
 do what the methods of the same name do in model.py for the plain loop. Letters as there; K streams, Q loop indices.
 """
 
-import functools
 import math
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 EPS = 1e-5  # as every RMSNorm of model.py
 INDICES = 4  # learned loop indices per mu_rec, Q = 4 mu_rec: a depth of Poisson(8) exceeds 32 with probability 3e-11
@@ -147,9 +145,7 @@ def loop(model, h, decay, write, ve, n: list[int], k: list[int]):
         x = x.detach().requires_grad_()  # always, as in Model.loop: it is part of a compiled graph's key
         history = [mech.entry(v) for v, _ in history]  # constant entries, but scores with gradient
         index = torch.tensor([i - (k_max - j) for i, j in zip(n, k)], device=h.device)
-    core = functools.partial(checkpoint, model.core_step, use_reentrant=False)
-    core = core if model.checkpoint_loops else model.core_step
-    previous = x
+    previous, core = x, model.gradient_step()
     for j in range(k_max):
         a = sum(i >= k_max - j for i in k)
         y = step(core, x[:a], history, index[:a] + j)

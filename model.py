@@ -492,6 +492,12 @@ class Model(nn.Module):
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
+    def gradient_step(self):
+        """core_step as the loops with gradient call it."""
+        if self.checkpoint_loops:
+            return functools.partial(checkpoint, self.core_step, use_reentrant=False)
+        return self.core_step
+
     def loop(self, h, decay, write, ve, n, k):
         """Row i takes n[i] loops without gradient, then k[i] with. Rows must come deepest first, in n and in k.
 
@@ -509,9 +515,7 @@ class Model(nn.Module):
                 h[:a] = self.core_step(h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
         if k and k[0]:
             h = h.detach().requires_grad_()  # whether it does is part of a compiled graph's key: the same at every loop
-        previous, step = h, self.core_step
-        if self.checkpoint_loops:
-            step = functools.partial(checkpoint, step, use_reentrant=False)
+        previous, step = h, self.gradient_step()
         for t in range(k[0] if k else 0):
             a = sum(x >= k[0] - t for x in k)
             x = step(h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
@@ -522,11 +526,11 @@ class Model(nn.Module):
         """The loop when every token has its own depth, n and k (B, T). A token that is done keeps its state, and the
         others still attend to it, so no row can be left out: all are computed, up to the largest depth."""
         previous = h
-        for counts, grad in ((n, False), (k, True)):
-            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+        for counts, step in ((n, self.core_step), (k, self.gradient_step())):
+            with torch.set_grad_enabled(counts is k and torch.is_grad_enabled()):
                 for t in range(int(counts.max())):
                     live = torch.from_numpy(counts > t).to(h.device)[..., None]
-                    previous, h = h, torch.where(live, self.core_step(h, decay, write, ve), h)
+                    previous, h = h, torch.where(live, step(h, decay, write, ve), h)
         return h, previous
 
     def loss(self, ids, targets, keys, n, k):

@@ -485,13 +485,18 @@ def test_short_attention_equals_torchs_to_bfloat16():
     assert (ours - want).norm() < 2 * (torchs - want).norm() < 0.02 * want.norm()
 
 
-def test_checkpointed_loops_give_the_same_gradients():
-    model = make()
+@pytest.mark.parametrize("granularity", CHOICES["granularity"])
+def test_checkpointed_loops_are_computed_again_and_give_the_same_gradients(granularity):
+    model, calls = make(granularity=granularity), []
     ids, targets, keys = batch()
     n, k = sample_depths(model.cfg, 0, 1, 6)
     want = gradients(model, model.loss(ids, targets, keys, n, k)[0])
-    model.checkpoint_loops = True
-    assert_same_gradients(gradients(model, model.loss(ids, targets, keys, n, k)[0]), want, 1e-6)
+    step = model.core_step
+    model.checkpoint_loops, model.core_step = True, lambda *args: calls.append(1) or step(*args)
+    loss = model.loss(ids, targets, keys, n, k)[0]
+    assert len(calls) == n.max() + k.max()
+    assert_same_gradients(gradients(model, loss), want, 1e-6)
+    assert len(calls) == n.max() + 2 * k.max()
 
 
 def test_random_depth_recompiles_nothing_after_warm_up():

@@ -79,7 +79,7 @@ class ModelConfig:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is not one of {', '.join(allowed)}")
         if self.n_core == 0:
             self.mu_rec = self.mu_bwd = 0
-        for name in ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams"):
+        for name in ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams", "rope_theta"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
         if self.mechanism != "none" and self.n_core == 0:

@@ -536,6 +536,7 @@ def test_configuration_errors_name_flag_value_and_remedy():
     for changes, words in (
         (dict(n_head=3), "--n-head"), (dict(gain="exact"), "--gain exact"), (dict(mu_bwd=9), "--mu-bwd 9"),
         (dict(ssm_decay=1.0), "--ssm-decay 1.0"), (dict(mu_rec=0), "--mu-rec 0"),
+        (dict(rope_theta=0.0), "--rope-theta 0.0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             dataclasses.replace(SMALL, **changes)

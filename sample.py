@@ -246,9 +246,10 @@ def main():
     for i in range(len(keys) if len(keys) > 1 else 0):
         text = args.prompt[i // num] + enc.decode_bytes(tokens[i]).decode(errors="replace")
         print(f"--- prompt {i // num + 1}, sample {i % num + 1}\n{text}")
-    seconds, made = max(times[-1] - times[0], 1e-9), sum(map(len, tokens))
-    ms, speed = 1e3 * seconds / max(1, len(times) - 1), (made - len(keys)) / seconds
-    print(f"\n{made} tokens, {speed:.0f} tokens/s, {ms:.1f} ms a token, mean depth {count['loops'] / count['read']:.2f}"
+    # rates leave out each row's first token, which had the prompt to read
+    seconds, steps, later = times[-1] - times[0], len(times) - 1, sum(max(0, len(t) - 1) for t in tokens)
+    speed = f", {later / seconds:.0f} tokens/s, {1e3 * seconds / steps:.1f} ms a token" if steps else ""
+    print(f"\n{sum(map(len, tokens))} tokens{speed}, mean depth {count['loops'] / count['read']:.2f}"
           f", keys and values {count['bytes']:,} bytes"
           + f" (none with --mechanism {model.cfg.mechanism}: text is read again for each token)" * (not count["bytes"])
           + f", the context of {room:,} tokens is full" * any(len(p) + len(t) > room for p, t in zip(prompts, tokens)),

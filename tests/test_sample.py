@@ -183,6 +183,14 @@ def test_several_samples_are_those_made_one_by_one(call, capsys):
     assert many.startswith("--- prompt 1, sample 1\n" + one.out) and many.count("---") == 4 and "tokens/s" in one.err
 
 
+@pytest.mark.parametrize("drawn, says", [([97], "1 tokens, mean"), ([257], "0 tokens, mean"), ([97] * 2, "2 tokens, ")])
+def test_rates_are_of_tokens_after_the_first(drawn, says, call, capsys, monkeypatch):
+    rest = iter(drawn)
+    monkeypatch.setattr("sample.pick", lambda logits, u, **how: torch.tensor([next(rest)]))
+    call("--prompt", "ab", "--max-tokens", str(len(drawn)))
+    assert capsys.readouterr().err.startswith("\n" + says)
+
+
 @pytest.mark.parametrize("words, missing, says", [
     ("--depth 4", "", "no prompt"), ("--prompt=", "", "empty"), ("--prompt 0123456789abc", "", "14 tokens"),
     ("--depth 0 --prompt a", "", "try --depth 5"), ("--depth x --prompt a", "", "must be auto or"),

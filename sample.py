@@ -130,12 +130,17 @@ def collect(enc, rows, events, stop, stream):
 
 
 @torch.no_grad()
-def study(model, folder, out):
+def study(model, config, out):
     """Loss against depth, memory and time, on rows of the validation set."""
     from report import figure, table
     from train import processor
 
-    cfg, data, device, found = model.cfg, PackedData(folder), model.cos.device, []
+    cfg, data, device, found = model.cfg, PackedData(config["data"]["path"]), model.cos.device, []
+    if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"] or data.seq_len > cfg.seq_len:
+        fail(f"{data.folder} has another tokenizer or longer rows than the run; pack it with the run's tokenizer.json "
+             f"and --seq-len {cfg.seq_len}")  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    md, js, png = (out.with_name(f"{out.name}.{end}") for end in ("md", "json", "png"))
     torch.set_num_threads(1)  # so that processor time is the time of a token on one core
     ids = np.linspace(0, data.rows("val") - 1, min(32, data.rows("val"))).astype(int)
     block = torch.from_numpy(data.get("val", ids)).to(device)  # (B, T + 1)
@@ -173,9 +178,9 @@ def study(model, folder, out):
     panels = [(key, "validation nats/token", [curve(name, key) for name in names], {"xscale": "log"}) for key in axes]
     note = f"{time.strftime('%Y-%m-%d')}, `python sample.py {' '.join(sys.argv[1:])}`: {len(ids)} validation rows, "
     note += f"{model.dtype}, torch {torch.__version__}, one core of {processor()}. ±: standard error over the rows."
-    image = figure(out.with_suffix(".png"), "Loss against depth and memory.", [{"name": n} for n in names], panels)
-    write_atomic(out.with_suffix(".md"), "\n".join(["# Depth", "", note, "", *table([*form], lines), *image]).encode())
-    write_atomic(out.with_suffix(".json"), json.dumps({"note": note, "found": found}).encode())
+    image = figure(png, "Loss against depth and memory.", [{"name": n} for n in names], panels)
+    write_atomic(md, "\n".join(["# Depth", "", note, "", *table([*form], lines), *image]).encode())
+    write_atomic(js, json.dumps({"note": note, "found": found}).encode())
 
 
 def parse_args():
@@ -233,7 +238,7 @@ def main():
         p.data = p.data.to(model.dtype) if name.endswith("weight") else p.data
     depth, leave = how_deep(args, model)
     if args.study:
-        return study(model, config["data"]["path"], args.study)
+        return study(model, config, args.study)
     stop, bos, num = {enc.encode_single_token(name) for name in SPECIALS}, enc.encode_single_token(BOS), args.num
     prompts, room = [[bos, *encode(enc, text)] for text in args.prompt for _ in range(num)], model.cfg.seq_len
     if (longest := max(map(len, prompts))) > room:

@@ -5,12 +5,14 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from depth import sequence_key
+from core_eval import open_run
+from depth import SEED_EVAL, sequence_key
 from memory import Memory
 from model import PRESETS, Model
 from sample import NEVER, collect, generate, main, pick, read
@@ -165,7 +167,8 @@ def call(tmp_path, monkeypatch):
     save_tokenizer("run/tokenizer.json", [bytes([i]) for i in range(256)])
     torch.save({"model": make(cfg, torch.float32).state_dict()}, "run/step_0000001.pt")
     tokenizer = {"path": "elsewhere", "sha256": tokenizer_hash("run/tokenizer.json")}
-    Path("run/config.json").write_text(json.dumps({"model": dataclasses.asdict(cfg), "tokenizer": tokenizer}))
+    config = {"model": dataclasses.asdict(cfg), "tokenizer": tokenizer, "data": {"path": "rows"}}
+    Path("run/config.json").write_text(json.dumps(config))
     return lambda *words: (monkeypatch.setattr(sys, "argv", ["sample.py", "run", *words]), main())
 
 
@@ -189,6 +192,27 @@ def test_rates_are_of_tokens_after_the_first(drawn, says, call, capsys, monkeypa
     monkeypatch.setattr("sample.pick", lambda logits, u, **how: torch.tensor([next(rest)]))
     call("--prompt", "ab", "--max-tokens", str(len(drawn)))
     assert capsys.readouterr().err.startswith("\n" + says)
+
+
+@pytest.mark.parametrize("tokenizer, length", [(None, 12), (None, 13), ("another", 12)])
+def test_a_study_writes_its_three_files_or_refuses_other_data(tokenizer, length, call, capsys, monkeypatch):
+    sha256 = tokenizer or tokenizer_hash("run/tokenizer.json")
+    data = SimpleNamespace(folder="rows", seq_len=length, manifest={"tokenizer_sha256": sha256}, rows=lambda split: 3)
+    data.get = lambda split, ids: np.random.default_rng(0).integers(0, 256, (len(ids), length + 1))
+    monkeypatch.setattr("sample.PackedData", lambda path: data)
+    if tokenizer or length > 12:
+        with pytest.raises(SystemExit):
+            call("--study", "new/study-0.9")
+        assert "rows has another tokenizer or longer rows" in capsys.readouterr().err and not Path("new").exists()
+        return
+    call("--study", "new/study-0.9")
+    assert {path.name for path in Path("new").iterdir()} == {f"study-0.9.{end}" for end in ("md", "json", "png")}
+    found = json.loads(Path("new/study-0.9.json").read_text())["found"]
+    rows, at = torch.from_numpy(data.get("val", range(3))), torch.tensor([sequence_key(SEED_EVAL, i) for i in range(3)])
+    for f in found[:9]:  # the fixed depths
+        assert f["what"] == "fixed depth" and f["mean depth"] == f["setting"]
+        loss = open_run("run", torch.device("cpu"))[0].losses(rows[:, :-1], rows[:, 1:], [f["setting"]], at)
+        assert f["rows"] == pytest.approx(loss[f["setting"]].mean(1).tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("words, missing, says", [

@@ -1,7 +1,7 @@
 """
 Keys and values of past tokens, so that text can be read piece by piece: what sampling and shared prefixes need.
 
-    memory = Memory(model.cfg, rows=B, room=T_max)
+    memory = Memory(model.cfg, room=T_max)
     memory.place(at)                                 # positions (B, T) of the tokens that come next
     h, *drive = model.before(ids, keys, memory)
     for t in range(depth):
@@ -24,8 +24,8 @@ from model import ModelConfig
 
 
 class Memory:
-    def __init__(self, cfg: ModelConfig, rows: int, room: int, cache_loops: int = 0):
-        self.cfg, self.rows, self.room, self.cache_loops = cfg, rows, room, cache_loops
+    def __init__(self, cfg: ModelConfig, room: int, cache_loops: int = 0):
+        self.cfg, self.room, self.cache_loops = cfg, room, cache_loops
         self.loop, self.slots, self.live = 0, {}, None
 
     def place(self, at: torch.Tensor) -> None:
@@ -45,8 +45,9 @@ class Memory:
         """The slot (2, B, room, H, K) of this loop; a new one starts as a copy of the last loop's."""
         name = self.slot(layer, self.loop)
         if name not in self.slots:
-            old = self.slots.get(self.slot(layer, self.loop - 1)) if self.loop else None
-            self.slots[name] = like.new_zeros(2, self.rows, self.room, *like.shape[3:]) if old is None else old.clone()
+            old = self.slots.get(self.slot(layer, self.loop - 1))
+            shape = *like.shape[:2], self.room, *like.shape[3:]
+            self.slots[name] = like.new_zeros(shape) if old is None else old.clone()
         return self.slots[name]
 
     def attend(self, layer: int, q, k, v):

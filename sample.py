@@ -79,7 +79,7 @@ def pick(logits, u, temperature=1.0, top_k=0, top_p=1.0):
 
 
 @torch.no_grad()
-def generate(model, prompts, keys, depth, leave=NEVER, slots=0, tokens=128, stop=(), vocab=None, count=None, **how):
+def generate(model, prompts, keys, depth, leave=NEVER, slots=0, tokens=128, stop=(), count=None, **how):
     """Yields {row: next token} of the rows going on, until each has its tokens, met a stop, or filled the context.
 
     prompts: lists of ids; keys: an integer for each, from which its randomness comes; how: settings of `pick`."""
@@ -90,7 +90,7 @@ def generate(model, prompts, keys, depth, leave=NEVER, slots=0, tokens=128, stop
     row, going = torch.arange(rows, device=device), torch.ones_like(key, dtype=torch.bool)
     end = torch.tensor([len(p) for p in prompts], device=device)  # tokens of each row
     at = torch.arange(int(end.max()), device=device).expand(rows, -1)  # positions to be read
-    memory = None if model.mechanism is not None else Memory(model.cfg, rows, text.size(1) - 1, slots)
+    memory = None if model.mechanism is not None else Memory(model.cfg, text.size(1) - 1, slots)
     step = 0
     while going.any():
         step += 1
@@ -102,7 +102,7 @@ def generate(model, prompts, keys, depth, leave=NEVER, slots=0, tokens=128, stop
             z, taken = read(model, text.gather(1, at), at, key, memory, depth, leave, live)
             z = z[row, end - 1 if step == 1 else 0]
             count.update(read=int(live.sum()), loops=int(taken.sum()), bytes=memory.bytes() - count["bytes"])
-        logits = model.head(z)[:, :vocab]
+        logits = model.head(z)
         if not torch.isfinite(logits).all():
             fail(f"the model's answer at depth {depth} is not finite: training diverged, or the depth is too large")
         u = [uniforms(sequence_key(k, 1), np.array([n]))[0] for k, n in zip(keys, end.tolist())]
@@ -121,11 +121,14 @@ def collect(enc, rows, events, stop, stream):
     decoder, tokens, times = codecs.getincrementaldecoder("utf-8")("replace"), [[] for _ in range(rows)], []
     for event in events:
         times.append(time.perf_counter())
-        for i, token in ((i, token) for i, token in event.items() if token not in stop):
+        for i, token in event.items():
+            if token in stop:
+                continue
             tokens[i].append(token)
             if stream:  # a token may be part of a letter
                 print(decoder.decode(enc.decode_single_token_bytes(token)), end="", flush=True)
-    print(decoder.decode(b"", True) + "\n" if stream else "", end="")
+    if stream:
+        print(decoder.decode(b"", True))
     return tokens, times
 
 
@@ -148,7 +151,7 @@ def study(model, config, out):
     keys = torch.tensor([sequence_key(SEED_EVAL, i) for i in ids.tolist()], device=device)
 
     def measure(what, setting, depth, leave=NEVER, slots=0):
-        memory, ms = Memory(cfg, *x.shape, slots), []
+        memory, ms = Memory(cfg, data.seq_len, slots), []
         z, taken = read(model, x, at, keys, memory, depth, leave)
         loss = [F.cross_entropy(model.head(a).float().mT, b, reduction="none") for a, b in zip(z.split(4), y.split(4))]
         for _ in range(3):
@@ -244,7 +247,7 @@ def main():
     if (longest := max(map(len, prompts))) > room:
         fail(f"the prompt has {longest:,} tokens, {BOS} included, and the context {room:,}; give a shorter one")
     keys, count = [sequence_key(args.seed, SEED_SAMPLE, i % num) for i in range(len(prompts))], Counter()
-    how = dict(vocab=enc.n_vocab, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, count=count)
+    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, count=count)
     events = generate(model, prompts, keys, depth, leave, args.cache_loops or 0, args.max_tokens, stop, **how)
     print(args.prompt[0] if len(keys) == 1 else "", end="", flush=True)
     tokens, times = collect(enc, len(keys), events, stop, len(keys) == 1)

@@ -85,7 +85,7 @@ def slow(model, row, key, depth, leave, cache_loops):
 def test_memory_equals_no_memory_token_by_token(name):
     for dtype, tol, depth in ((torch.float64, 1e-10, 1), (torch.float64, 1e-10, 4), (torch.float32, 2e-4, 3)):
         model, (ids, at, keys) = make(SHAPES[name], dtype), padded(*texts(8, 8))
-        depth, memory = depth * (model.cfg.n_core > 0), Memory(model.cfg, 2, 12)
+        depth, memory = depth * (model.cfg.n_core > 0), Memory(model.cfg, 12)
         parts = zip(*(x.split([3, 1, 1, 1, 1, 1], 1) for x in (ids, at)))  # a prompt, then token by token
         z, taken = zip(*(read(model, *part, keys, memory, depth) for part in parts))
         assert torch.allclose(torch.cat(z, 1), model.hidden(ids, depth, keys), atol=tol, rtol=tol)
@@ -100,7 +100,7 @@ def test_exits_and_shared_slots_equal_their_definition(leave, slots):
     ids, at, keys = padded(rows, keys)
     for name in ("n_core 3", "rdm-tiny"):
         model, live = make(SHAPES[name]), at < torch.tensor([[6], [3], [5]])
-        z, taken = read(model, ids, at, keys, Memory(model.cfg, 3, 12, slots), 7, leave, live)
+        z, taken = read(model, ids, at, keys, Memory(model.cfg, 12, slots), 7, leave, live)
         logits = model.head(z).log_softmax(-1)
         for i, row in enumerate(rows):
             expected, loops = slow(model, row, int(keys[i]), 7, leave, slots)
@@ -113,7 +113,7 @@ def test_exits_and_shared_slots_equal_their_definition(leave, slots):
 def test_threshold_0_is_the_fixed_depth_and_a_huge_one_the_least():
     model, (ids, at, keys) = make(LOOP), padded(*texts(12, 12))
     for *leave, depth in (("kl", 0.0, 6), ("kl", 1e9, 2), ("residual", 0.0, 6), ("residual", 1e9, 1)):
-        z, taken = read(model, ids, at, keys, Memory(LOOP, 2, 12), 6, leave)
+        z, taken = read(model, ids, at, keys, Memory(LOOP, 12), 6, leave)
         assert (taken == depth).all() and torch.allclose(z, model.hidden(ids, depth, keys), atol=1e-10)
 
 

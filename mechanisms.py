@@ -129,7 +129,7 @@ def loop(model, h, decay, write, ve, n: list[int], k: list[int]):
     at its own index n[i] + j - (max k - k[i]) in loop j. In both parts the active rows are a prefix, so an entry of
     the history belongs to the first rows only. A row that joins late has n[i] = 0: no entry but h_0 before its own.
     """
-    mech, B, n_max, k_max = model.mechanism, h.size(0), max(n, default=0), max(k, default=0)
+    mech, B, n_max, k_max = model.mechanism, h.size(0), n[0], k[0]
 
     def step(core, x, history, index):
         args = decay, write[: x.size(0)], [v if v is None else v[: x.size(0)] for v in ve]

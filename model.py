@@ -508,15 +508,15 @@ class Model(nn.Module):
         if self.mechanism is not None:
             return mechanisms.loop(self, h, decay, write, ve, n, k)
         with torch.no_grad():
-            if n and n[0]:
+            if n[0]:
                 h = h.clone()
-            for t in range(n[0] if n else 0):
+            for t in range(n[0]):
                 a = sum(x > t for x in n)  # active rows: a prefix
                 h[:a] = self.core_step(h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
-        if k and k[0]:
+        if k[0]:
             h = h.detach().requires_grad_()  # whether it does is part of a compiled graph's key: the same at every loop
         previous, step = h, self.gradient_step()
-        for t in range(k[0] if k else 0):
+        for t in range(k[0]):
             a = sum(x >= k[0] - t for x in k)
             x = step(h[:a], decay, write[:a], [v if v is None else v[:a] for v in ve])
             previous, h = h, x if a == h.size(0) else torch.cat([x, h[a:]])
@@ -549,8 +549,8 @@ class Model(nn.Module):
         h, decay, write, ve = self.before(ids, keys)
         previous = h
         if self.cfg.n_core:
-            run = self.loop if n.ndim == 1 else self.token_loop
-            h, previous = run(h, decay, write, ve, n if n.ndim == 2 else n.tolist(), k if k.ndim == 2 else k.tolist())
+            run, n, k = (self.token_loop, n, k) if n.ndim == 2 else (self.loop, n.tolist(), k.tolist())
+            h, previous = run(h, decay, write, ve, n, k)
         with torch.no_grad():
             stats = {"residual": (h - previous).float().norm(dim=-1).sum(), "state_norm": h.float().norm(dim=-1).sum()}
         return self.after_loss(h, ids, targets), stats
@@ -572,15 +572,9 @@ class Model(nn.Module):
             yield depth, h
 
     @torch.no_grad()
-    def hidden(self, ids, depth, keys):
-        """Normed final hidden state (B, T, D). depth: one int, or one for each row. Right padding is inert (causal)."""
-        if isinstance(depth, int):
-            return self.after(next(self.states(ids, [depth], keys))[1], ids)
-        order = np.argsort(-np.asarray(depth), kind="stable")
-        at = torch.from_numpy(order).to(ids.device)
-        h, decay, write, ve = self.before(ids[at], keys[at])
-        h, _ = self.loop(h, decay, write, ve, np.asarray(depth)[order].tolist(), [])
-        return self.after(h, ids[at])[torch.from_numpy(np.argsort(order)).to(ids.device)]
+    def hidden(self, ids, depth: int, keys):
+        """Normed final hidden state (B, T, D). Right padding is inert (causal)."""
+        return self.after(next(self.states(ids, [depth], keys))[1], ids)
 
     @torch.no_grad()
     def losses(self, ids, targets, depths: list[int], keys) -> dict[int, torch.Tensor]:

@@ -159,9 +159,6 @@ def test_states_at_several_depths_equal_the_reference_and_separate_runs(mechanis
             assert abs(loss - model.token_losses(h, ids, targets).sum()) < 1e-4
             step = h - torch.cat([r[max(depth - 1, 0)] for r in rows])
             assert abs(stats["residual"] - step.norm(dim=-1).sum()) < 1e-4  # the diagnostics are float32
-    one_call = model.hidden(ids, [3, 9], keys)
-    assert torch.allclose(one_call[0], model.hidden(ids[:1], 3, keys[:1])[0], rtol=1e-9)
-    assert torch.allclose(one_call[1], model.hidden(ids[1:], 9, keys[1:])[0], rtol=1e-9)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

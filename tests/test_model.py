@@ -245,7 +245,7 @@ def test_token_depths_equal_a_loop_over_positions():
     assert abs(stats["state_norm"] - h.norm(dim=-1).sum()) < 1e-3
 
 
-def test_shuffled_rows_give_the_same_loss_and_order_is_restored():
+def test_shuffled_rows_give_the_same_loss():
     model = make()
     ids, targets, keys = batch()
     depth = np.array([4, 1, 3, 9, 2, 2])
@@ -254,9 +254,6 @@ def test_shuffled_rows_give_the_same_loss_and_order_is_restored():
     a = model.loss(ids, targets, keys, n, k)[0]
     b = model.loss(ids[at], targets[at], keys[at], n[at], k[at])[0]
     assert abs(a - b) < 1e-4
-    rows = model.hidden(ids, depth.tolist(), keys)
-    for i in range(6):
-        assert torch.allclose(rows[i], model.hidden(ids[i : i + 1], int(depth[i]), keys[i : i + 1])[0], atol=1e-5)
 
 
 def test_states_at_several_depths_equal_separate_runs():

@@ -109,16 +109,13 @@ class MuonAdamW:
             data[view].copy_(p.data.reshape(data[view].shape))
             p.data, p.grad = data[view].view(p.shape), grad[view].view(p.shape)
             at = view.stop
-        b = dict(shape=shape, members=members, data=data, grad=grad, count=count)
-        b["p"] = data[self.rank * own : (self.rank + 1) * own]
-        b["g"] = grad if self.world == 1 else torch.zeros_like(b["p"])
-        b["m"] = torch.zeros_like(b["p"])
+        p = data[self.rank * own : (self.rank + 1) * own]
+        g = grad if self.world == 1 else torch.zeros_like(p)
+        m, v = torch.zeros_like(p), torch.zeros_like(p)
         if shape:
             rows, cols = shape
-            b["v"] = torch.zeros(own, *((rows, 1) if rows >= cols else (1, cols)), device=self.device)
-        else:
-            b["v"] = torch.zeros_like(b["p"])
-        return b
+            v = v.new_zeros(own, *((rows, 1) if rows >= cols else (1, cols)))
+        return dict(shape=shape, members=members, data=data, grad=grad, p=p, g=g, m=m, v=v)
 
     def _clipped_rate(self, b: dict, g, lr, step):
         """AdamW's learning rate of each element of this rank's part, (N,), after update clipping."""
@@ -185,12 +182,12 @@ class MuonAdamW:
 
     # -- state, by parameter name, so that no file belongs to a rank ---------------------------------------------------
 
-    def _whole(self, b: dict, part: torch.Tensor) -> torch.Tensor:
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
         """A state buffer of all ranks; every rank must call it."""
         if self.world == 1:
             return part
         full = torch.empty(part.size(0) * self.world, *part.shape[1:], device=part.device)
-        all_gather(full, part.contiguous())
+        all_gather(full, part)
         return full
 
     def _views(self, b: dict, full: torch.Tensor):
@@ -205,7 +202,7 @@ class MuonAdamW:
         state = {"steps": self.steps.cpu().clone(), "first": {}, "second": {}}
         for b in self.buffers:
             for key, part in (("first", b["m"]), ("second", b["v"])):
-                whole = self._whole(b, part)  # a collective
+                whole = self._whole(part)  # a collective
                 if self.rank == 0:
                     state[key].update((n, t.cpu().clone()) for n, t in self._views(b, whole))
         return state

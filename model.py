@@ -385,22 +385,22 @@ class Model(nn.Module):
 
     # -- the three pieces ----------------------------------------------------------------------------------------------
 
-    def run_blocks(self, x, first: int, count: int, ve: list, memory=None):
-        """Unique layers first … first + count - 1 on x (B, T, D); ve: value-table rows (B, T, D) or None for each.
+    def run_blocks(self, x, first: int, ve: list, memory=None):
+        """Unique layers from `first` on, applied to x (B, T, D); ve: value-table rows (B, T, D) or None for each.
 
         memory, for text that comes piece by piece (sample.py): at (B, T) are the positions of x's tokens, and
         attend(layer, q, k, v) takes the place of attention within x.
         """
         at = slice(x.size(1)) if memory is None else memory.at
         cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)
-        for i, v in zip(range(first, first + count), ve):
+        for i, v in enumerate(ve, first):
             x = self.blocks[i](x, cos, sin, v, attend if memory is None else functools.partial(memory.attend, i))
         return x
 
     def values(self, ids, first: int, count: int) -> list:
         """Value-table rows of the tokens for a range of unique layers: (B, T, D) each, None where a layer has none."""
-        tables = [self.ve[str(i)] if str(i) in self.ve else None for i in range(first, first + count)]
-        return [None if t is None else t(ids).to(self.dtype) for t in tables]
+        layers = map(str, range(first, first + count))
+        return [self.ve[i](ids).to(self.dtype) if i in self.ve else None for i in layers]
 
     def before(self, ids, keys, memory=None):
         """ids (B, T), keys (B,) -> h_0, decay, write = gain ⊙ (B e) (B, T, D), core value rows: what a loop needs."""
@@ -414,7 +414,7 @@ class Model(nn.Module):
     def encode(self, ids, memory=None):
         """ids (B, T) -> e (B, T, D), the prelude's output."""
         n = self.cfg.n_prelude
-        x = self.run_blocks(self.wte(ids).to(self.dtype), 0, n, self.values(ids, 0, n), memory)
+        x = self.run_blocks(self.wte(ids).to(self.dtype), 0, self.values(ids, 0, n), memory)
         return x if self.norm_e is None else self.norm_e(x)
 
     def drive(self, e):
@@ -451,7 +451,7 @@ class Model(nn.Module):
 
         `none` is the raw loop h + R̄(h, e): e steers the branch, R̄ = core(h + e) - (h + e), but is not written to h.
         """
-        x = self.run_blocks(self.inject(h, decay, write), self.cfg.n_prelude, self.cfg.n_core, ve, memory)
+        x = self.run_blocks(self.inject(h, decay, write), self.cfg.n_prelude, ve, memory)
         return x - write if self.cfg.injection == "none" else x
 
     def after(self, h, ids, memory=None):
@@ -460,7 +460,7 @@ class Model(nn.Module):
         if cfg.n_core and self.C is not None:
             h = self.C(h)
         first = cfg.n_prelude + cfg.n_core
-        return self.norm_f(self.run_blocks(h, first, cfg.n_coda, self.values(ids, first, cfg.n_coda), memory))
+        return self.norm_f(self.run_blocks(h, first, self.values(ids, first, cfg.n_coda), memory))
 
     def after_loss(self, h, ids, targets):
         """h_T (B, T, D) -> cross-entropy summed over the micro-batch's tokens, nats, float32."""

@@ -17,11 +17,7 @@ SMALL = ModelConfig(vocab_size=64, seq_len=16, d_model=32, n_head=2, d_mlp=48, m
 
 def make(seed=0, **changes) -> Model:
     """A small model whose every weight matters: zero-initialised projections would hide errors."""
-    model = Model(
-        dataclasses.replace(SMALL, mu_bwd=0, **changes)
-        if "mu_bwd" not in changes
-        else dataclasses.replace(SMALL, **changes)
-    )
+    model = Model(dataclasses.replace(SMALL, **{"mu_bwd": 0} | changes))
     model.init_weights(seed)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -234,12 +230,8 @@ def test_token_depths_equal_a_loop_over_positions():
     for counts in (n, k):
         for t in range(counts.max()):
             new = model.core_step(h, *rest)
-            h = torch.stack(
-                [
-                    torch.stack([new[i, j] if t < counts[i, j] else h[i, j] for j in range(SMALL.seq_len)])
-                    for i in (0, 1)
-                ]
-            )
+            rows = [[new[i, j] if t < counts[i, j] else h[i, j] for j in range(SMALL.seq_len)] for i in (0, 1)]
+            h = torch.stack([torch.stack(row) for row in rows])
         h = h.detach() if counts is n else h
     assert abs(loss - model.after_loss(h, ids, targets)) < 1e-4
     assert abs(stats["state_norm"] - h.norm(dim=-1).sum()) < 1e-3
@@ -302,13 +294,8 @@ def test_transformer_preset_is_a_plain_stack():
         x = x + (norm(x, b.norm2.weight) @ b.mlp.fc.weight.T).clamp(min=0) ** 2 @ b.mlp.proj.weight.T
     logits = norm(x, model.norm_f.weight) @ model.wte.weight.T
     n, k = sample_depths(c, 0, 0, 6)
-    assert (
-        abs(
-            model.loss(ids, targets, keys, n, k)[0]
-            - F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        )
-        < 1e-3
-    )
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert abs(model.loss(ids, targets, keys, n, k)[0] - want) < 1e-3
     assert c.value_layers() == [0, 2] and PRESETS["transformer-140m"].value_layers() == [1, 3, 5]
 
 
@@ -418,10 +405,8 @@ def test_initialisation_follows_its_table():
         gram = (w.T @ w) if w.size(0) >= w.size(1) else (w @ w.T)
         assert torch.allclose(gram, torch.eye(len(gram)) * gram[0, 0], atol=1e-5)
     out = s / math.sqrt(2 * (1 + 8 + 1))
-    assert (
-        abs(m.blocks[0].attn.o.weight.std() / out - 1) < 0.02
-        and abs(m.blocks[2].mlp.proj.weight.std() / out - 1) < 0.02
-    )
+    for w in (m.blocks[0].attn.o.weight, m.blocks[2].mlp.proj.weight):
+        assert abs(w.std() / out - 1) < 0.02
     assert abs(m.ve["0"].weight.std() - 1) < 0.01 and m.blocks[0].attn.gate.weight.abs().max() <= 32**-0.5
     assert torch.equal(m.B, torch.eye(128)) and (m.A_log == 0).all() and (m.norm_f.weight == 1).all()
     decay, gain = discretise(m.A_log, m.dt_bias, "zoh")

@@ -115,7 +115,8 @@ class MuonAdamW:
         if shape:
             rows, cols = shape
             v = v.new_zeros(own, *((rows, 1) if rows >= cols else (1, cols)))
-        return dict(shape=shape, members=members, data=data, grad=grad, p=p, g=g, m=m, v=v)
+        sizes = torch.tensor([p.numel() for _, p in members], device=self.device)
+        return dict(shape=shape, members=members, sizes=sizes, data=data, grad=grad, p=p, g=g, m=m, v=v)
 
     def _clipped_rate(self, b: dict, g, lr, step):
         """AdamW's learning rate of each element of this rank's part, (N,), after update clipping."""
@@ -125,8 +126,7 @@ class MuonAdamW:
             at += p.numel()
         v = b["v"].lerp(g.square(), 1 - self.betas[1]) / (1 - self.betas[1] ** step)
         ratio = g.square() / v.clamp_min(1e-30)
-        mean = self._summed(torch.stack([ratio[s].sum() for s in parts]))
-        mean /= torch.tensor([p.numel() for _, p in b["members"]], device=mean.device)
+        mean = self._summed(torch.stack([ratio[s].sum() for s in parts])) / b["sizes"]
         rate = torch.zeros_like(g)
         for s, root in zip(parts, mean.sqrt().clamp(min=1)):
             rate[s] = lr / root

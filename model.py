@@ -94,8 +94,11 @@ class ModelConfig:
         self.mu_bwd = self.mu_bwd or math.ceil(self.mu_rec / 2)
         if self.mu_bwd > self.mu_rec:
             raise ValueError(f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}")
-        if self.d_model % (2 * self.n_head):
-            raise ValueError(f"--d-model {self.d_model} is no even multiple of --n-head {self.n_head}; try --n-head 1")
+        if rest := self.d_model % (2 * self.n_head):
+            better = self.d_model + 2 * self.n_head - rest
+            raise ValueError(
+                f"--d-model {self.d_model} is no even multiple of --n-head {self.n_head}; try --d-model {better}"
+            )
         if not 0 < self.ssm_decay < 1:
             raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, both excluded")
 

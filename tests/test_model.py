@@ -516,9 +516,9 @@ def test_right_padding_and_batch_do_not_change_a_row():
 
 def test_configuration_errors_name_flag_value_and_remedy():
     for changes, words in (
-        (dict(n_head=3), "--n-head"), (dict(gain="exact"), "--gain exact"), (dict(mu_bwd=9), "--mu-bwd 9"),
-        (dict(ssm_decay=1.0), "--ssm-decay 1.0"), (dict(mu_rec=0), "--mu-rec 0"),
-        (dict(rope_theta=0.0), "--rope-theta 0.0"),
+        (dict(n_head=3), "--n-head 3; try --d-model 36"), (dict(d_model=33, n_head=1), "try --d-model 34"),
+        (dict(gain="exact"), "--gain exact"), (dict(mu_bwd=9), "--mu-bwd 9"), (dict(mu_rec=0), "--mu-rec 0"),
+        (dict(ssm_decay=1.0), "--ssm-decay 1.0"), (dict(rope_theta=0.0), "--rope-theta 0.0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             dataclasses.replace(SMALL, **changes)

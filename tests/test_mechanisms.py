@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_model import gradients
 
 from depth import sample_depths, sequence_key
 from model import CHOICES, PRESETS, Model, ModelConfig, discretise, parameter_count
@@ -34,12 +35,6 @@ def batch(rows=6, seed=1):
     g = torch.Generator().manual_seed(seed)
     block = torch.randint(0, SMALL.vocab_size, (rows, SMALL.seq_len + 1), generator=g)
     return block[:, :-1], block[:, 1:], torch.tensor([sequence_key(7, i) for i in range(rows)])
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}
 
 
 def assert_same_gradients(a, b, tol=2e-6):

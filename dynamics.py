@@ -115,7 +115,10 @@ def measure(path: Path, rows: int, loops: int, data=None, device="cpu") -> dict 
     if cfg.n_core == 0:
         print(f"{path}: left out, --preset {config['args'].get('preset')} has no loop to look into")
         return None
-    packed = PackedData(data or config["data"]["path"])
+    folder = data or config["data"]["path"]
+    packed = PackedData(folder)
+    if packed.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"] or packed.seq_len > cfg.seq_len:
+        fail(f"{folder} does not fit {path}: it needs rows of its own tokenizer, of {cfg.seq_len} tokens at most")
     rows = min(rows, packed.rows("val"))
     block = torch.from_numpy(packed.get("val", np.arange(rows))).to(device)
     sums, batch = {"expansion": {}}, 8  # rows at a time; no expansion without C

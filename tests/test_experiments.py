@@ -135,7 +135,7 @@ def packed(tmp_path_factory):
     return folder / "rows"
 
 
-def test_a_comparison_runs_once_records_divergence_and_says_what_is_in_the_logs(packed, tmp_path, monkeypatch):
+def test_a_comparison_runs_once_records_divergence_and_says_what_is_in_the_logs(packed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     own = ["--data", str(packed), "--out", "results/x.1"]
     command = ["components", *own, "--only", "RDM;prelude norm", "--", *SIZES]
@@ -160,6 +160,11 @@ def test_a_comparison_runs_once_records_divergence_and_says_what_is_in_the_logs(
     page = json.loads((runs[0] / "norms.json").read_text())
     assert page[1]["spectra"] == dynamics.spectra(load_run(runs[1])[0])
     assert [*page[0]["state"]] == list("01234") and (runs[0] / "norms.png").is_file()
+    config = json.loads((runs[0] / "config.json").read_text())
+    (runs[0] / "config.json").write_text(json.dumps(config | {"tokenizer": {"sha256": "of another"}}))
+    with pytest.raises(SystemExit, match="2"):
+        dynamics.main([str(runs[0]), "--out", "other"])
+    assert "it needs rows of its own tokenizer" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("line, words", [

@@ -258,13 +258,13 @@ def fit(args):
         fail(f"no law can be fitted to {', '.join(args.runs[:3])}: see above; `plan` prints a grid of runs that can")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "fit.json").write_text(json.dumps(result, default=lambda v: v.tolist()) + "\n", encoding="utf-8")
-    figures(result, train, args.out)
+    drawn = figures(result, train, args.out)
     page = [f"# Fits of {len(set(names))} runs", "", "[95 % interval], by bootstrap.", "", "```", *said, "```", ""]
     forms = result.get("test_time", {"table": {}})["table"]
     keys = list(dict.fromkeys(k for scores in forms.values() for k in scores))
     page += table(["test-time law, mean over runs", *(k.replace("_", " ") for k in keys)],
                   [[name, *(f"{s.get(k, math.nan):.3g}" for k in keys)] for name, s in forms.items()])
-    page += [f"![]({name}.png)" for name in ("isoflop", "train", "test_time") if (args.out / f"{name}.png").is_file()]
+    page += [f"![]({name}.png)" for name in drawn]
     (args.out / "fit.md").write_text("\n".join([*page, ""]), encoding="utf-8")
 
 
@@ -323,7 +323,9 @@ def plan(args):
 
 
 def figures(result, train, out):
+    """Draws what could be fitted; -> its names."""
     from matplotlib.figure import Figure
+    drawn = []
     for name, draw, panels in (("isoflop", draw_isoflop, 3), ("train", draw_law, 2), ("test_time", draw_curves, 1)):
         if name in result and result[name].get("budgets", True):
             fig = Figure(figsize=(4.8 * panels, 4.2), dpi=140, layout="constrained")
@@ -331,6 +333,8 @@ def figures(result, train, out):
             for ax in fig.axes:
                 ax.legend(fontsize=7)
             fig.savefig(out / f"{name}.png")
+            drawn.append(name)
+    return drawn
 
 
 def draw_isoflop(axes, iso, train):

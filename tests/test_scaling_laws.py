@@ -166,8 +166,11 @@ def test_bad_rows_are_named_and_change_nothing(tmp_path, capsys):
 
 
 def test_what_the_runs_cannot_support_is_refused_or_reported(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train.png").touch()  # an earlier fit's
     one = run_fit(tmp_path, made("parcae-140m", 0.002, budgets=(1e18,)))
     assert "train" not in one and not one["isoflop"]["power_laws"] and "train: not fitted" in capsys.readouterr().out
+    assert "isoflop.png" in (page := (tmp_path / "out" / "fit.md").read_text()) and "train.png" not in page
     with pytest.raises(SystemExit, match="2"):
         run_fit(tmp_path, made("parcae-140m", budgets=(1e18, 2e18), mus=(2, 4)))
     assert "no law can be fitted" in capsys.readouterr().err

@@ -173,12 +173,15 @@ def divergence(records: list, stopped: bool) -> int | None:
     """The first step of a divergence, or None. Diverged: train.py stopped the run (three steps in a row without a
     finite loss or gradient); or its training loss ends above its start, or more than 0.5 nats above its lowest (medians
     of the last twentieth of the steps so far); or the state explodes: ‖h_T‖ becomes 10,000 times that of step 1."""
-    width = max(1, len(records) // 20)
-    loss = [np.median([r["loss"] for r in records[max(0, i - width) : i]]) for i in range(1, len(records) + 1)]
-    good = np.flatnonzero(loss <= np.nanmin([loss[0], np.nanmin(loss) + 0.5]))
-    steps = [r["step"] for r in records[good[-1] + 1 :][:1] if not stopped]
-    steps += [r["step"] for r in records if r.get("state_norm", 0) > 1e4 * records[0].get("state_norm", 0)]
-    return min(steps + [r["step"] for r in records[-train.BAD_STEPS :] if stopped], default=None)
+    steps = [r["step"] for r in records if r.get("state_norm", 0) > 1e4 * records[0].get("state_norm", 0)]
+    if stopped:
+        steps.append(records[-train.BAD_STEPS]["step"])
+    else:
+        width = max(1, len(records) // 20)
+        loss = [np.median([r["loss"] for r in records[max(0, i - width) : i]]) for i in range(1, len(records) + 1)]
+        good = np.flatnonzero(loss <= np.nanmin([loss[0], np.nanmin(loss) + 0.5]))
+        steps += [r["step"] for r in records[good[-1] + 1 :][:1]]
+    return min(steps, default=None)
 
 
 def result(path: Path, look: bool = False) -> dict | None:

@@ -96,6 +96,7 @@ def test_divergence_rule():
     assert 101 <= step <= 101 + 200 // 20
     assert divergence(records([7.0] * 50 + [8.0] * 50), False) > 50
     assert divergence(records(falling[:60] + [math.nan] * 3, {61, 62, 63}), True) == 61
+    assert divergence(records([math.nan] * 3, {1, 2, 3}), True) == 1  # from the first step on
     growing = [r | {"state_norm": 1.2 ** r["step"]} for r in records(falling)]  # 1.2^50 is 9,100, 1.2^51 10,920
     assert divergence(growing[:50], False) is None and divergence(growing, False) == 52
 

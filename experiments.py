@@ -30,6 +30,7 @@ from checkpoint import load_run
 from dataloader import fail, run_cli, write_atomic
 from dynamics import spectra
 from report import depth_panel, figure, fmt, paired_interval, read_run, table
+from scaling_laws import fit, grid
 
 ROOT = Path(__file__).resolve().parent
 CPU_TOKENS = 0.5e6  # of the shortest run at --scale tiny: about a minute on two cores
@@ -119,10 +120,7 @@ def baseline(args):  # paper, "Comparing Parcae to Fixed-Depth Transformers", pe
 
 
 def isoflop(args):  # paper, "Looping as an Orthogonal Scaling Axis in Training": the grid of scaling_laws.py
-    lines = subprocess.run([sys.executable, ROOT / "scaling_laws.py", "plan", "--scale", args.scale], text=True,
-                           stdout=subprocess.PIPE, check=True).stdout.splitlines()  # fmt: skip
-    found = [re.match(r"python train.py --preset \S+ (--mu-rec (\d+) --flops (\S+) .*?) --out", line) for line in lines]
-    return [[Arm(f"mu_rec {m[2]}", f"{float(m[3]):g} FLOPs", "parcae", m[1]) for m in found if m]]
+    return [[Arm(f"mu_rec {mu}", f"{flops:g} FLOPs", "parcae", flags) for flops, mu, flags in grid(args.scale)]]
 
 
 def testtime(args):  # paper, "Looping as a Mechanism for Scaling Test-Time Compute"
@@ -412,6 +410,8 @@ def parse_args(argv):
         fail(f"--lr-scale {args.lr_scale}, --tokens {args.tokens} and --ranks {args.ranks} must be positive")
     if args.scale != "tiny" and not args.data and not args.dry_run:
         fail(f"--scale {args.scale} needs --data, e.g. --data data/fineweb-edu-v32768/rows-2048-crop")
+    if args.tokens and args.name == "isoflop":
+        fail("--tokens has no meaning for isoflop, whose runs have budgets of FLOPs")
     args.seeds = list(dict.fromkeys(map(int, args.seeds.split(","))))
     args.out = args.out or Path(f"results/{args.name}-{args.scale}")
     return args
@@ -433,9 +433,9 @@ def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
     tables = EXPERIMENTS[args.name][0](args)
     found, base, flops = {a: {} for arms in tables for a in arms}, Path("runs") / f"{args.name}-{args.scale}", 0.0
-    todo = [(base / f"{folder}-s{seed}", seed, flags, arms, any(t in f"{a.row} {a.col}" for a in arms
-             for t in args.only.split(";"))) for seed in args.seeds
-            for folder, (flags, arms) in jobs_of(args, tables).items()]  # fmt: skip
+    only = [text for text in args.only.split(";") if text] or [""]
+    todo = [(base / f"{folder}-s{seed}", seed, flags, arms, any(t in f"{a.row} {a.col}" for a in arms for t in only))
+            for seed in args.seeds for folder, (flags, arms) in jobs_of(args, tables).items()]
     if not any(wanted for *_, wanted in todo):
         fail(f"--only {args.only} fits no arm; there are: {'; '.join(f'{a.row} {a.col}'.strip() for a in found)}")
     for path, seed, flags, _, wanted in todo:
@@ -462,7 +462,8 @@ def main(argv=None):
     write_results(args, tables, found)
     if args.name in ("isoflop", "testtime"):
         done = [r["run"] for seeds in found.values() for r in seeds.values() if not r["diverged_at"]]
-        subprocess.run([sys.executable, ROOT / "scaling_laws.py", "fit", *done, "--out", args.out])
+        if done:
+            fit(done, args.out)
 
 
 if __name__ == "__main__":

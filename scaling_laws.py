@@ -1,6 +1,6 @@
 """Scaling laws of looping (Parcae; Prairie et al. 2026): plan the runs, fit the laws, draw them, say what to train.
 
-    python scaling_laws.py plan --scale tiny                     # train.py commands of an isoFLOP grid, with hours
+    python scaling_laws.py plan --scale tiny                     # train.py commands (add --data) of an isoFLOP grid
     python scaling_laws.py fit runs/iso-* --out results/scaling  # run directories or CSV files -> table and figures
     python scaling_laws.py advise --flops 1e19 --preset parcae-140m [--fit results/scaling/fit.json]
 
@@ -46,6 +46,7 @@ SCALES = {  # preset, budgets in FLOPs, mu_rec, tokens of validation, peak TFLOP
     "370m": ("parcae-370m", (32e18, 64e18, 128e18), (1, 2, 4, 6, 8, 10, 12), 10.5e6, 989, 0.4),
 }
 
+depths_of = lambda mus: sorted({1, 2, 4, 8, 12, 16, 2 * max(mus)} | set(mus))  # evaluated, of a grid of mu_rec
 at_mu = lambda preset, mu: replace(PRESETS[preset], mu_rec=mu, mu_bwd=math.ceil(mu / 2))
 columns = lambda rows, *keys: [np.array([r[k] for r in rows], float) for k in keys]
 low_fit_high = lambda v: np.array([np.percentile(v[1:], 2.5, 0), v[0], np.percentile(v[1:], 97.5, 0)])
@@ -236,9 +237,9 @@ def fit_curves(rows, rng):
     return {"curves": curves, "table": {name: means(name) for name in FORMS}}
 
 
-def fit(args):
+def fit(paths, out):
     """Everything that the runs can support, as table and figures; what they cannot is named with its reason."""
-    rows, left = load(args.runs)
+    rows, left = load(paths)
     rng, names = np.random.default_rng(0), [r["run"] for r in rows]
     train, deep = [r for r in rows if r["depth"] == r["mu_rec"]], [r for r in rows if names.count(r["run"]) > 3]
     left += [(name, "fewer than 4 depths: not in the test-time laws") for name in names if names.count(name) in (2, 3)]
@@ -255,17 +256,18 @@ def fit(args):
             result[name] = fit_law(data, rng, free, gamma)
     print(*(said := list(summary(result))), sep="\n")
     if len(result) == 3 and not isoflop["budgets"]:
-        fail(f"no law can be fitted to {', '.join(args.runs[:3])}: see above; `plan` prints a grid of runs that can")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "fit.json").write_text(json.dumps(result, default=lambda v: v.tolist()) + "\n", encoding="utf-8")
-    drawn = figures(result, train, args.out)
+        given = ", ".join(map(str, paths[:3]))
+        fail(f"no law can be fitted to {given}: see above; `plan` prints a grid of runs that can")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "fit.json").write_text(json.dumps(result, default=lambda v: v.tolist()) + "\n", encoding="utf-8")
+    drawn = figures(result, train, out)
     page = [f"# Fits of {len(set(names))} runs", "", "[95 % interval], by bootstrap.", "", "```", *said, "```", ""]
     forms = result.get("test_time", {"table": {}})["table"]
     keys = list(dict.fromkeys(k for scores in forms.values() for k in scores))
     page += table(["test-time law, mean over runs", *(k.replace("_", " ") for k in keys)],
                   [[name, *(f"{s.get(k, math.nan):.3g}" for k in keys)] for name, s in forms.items()])
     page += [f"![]({name}.png)" for name in drawn]
-    (args.out / "fit.md").write_text("\n".join([*page, ""]), encoding="utf-8")
+    (out / "fit.md").write_text("\n".join([*page, ""]), encoding="utf-8")
 
 
 def summary(result):
@@ -308,18 +310,24 @@ def advise(args):
     print(f"python train.py --preset {args.preset} --mu-rec {i + 1} --flops {args.flops:g}")
 
 
+def grid(scale):
+    """The runs of an isoFLOP grid: (FLOPs, mu_rec, train.py's flags); their mu_bwd is its default, ceil(mu_rec / 2)."""
+    _, budgets, mus, val, *_ = SCALES[scale]
+    flags = f"--eval-tokens {val:g} --eval-every 99999 --eval-depths {','.join(map(str, depths_of(mus)))}"
+    return [(flops, mu, f"--mu-rec {mu} --flops {flops:g} {flags}") for flops in budgets for mu in mus]
+
+
 def plan(args):
-    """A train.py command per (budget, mu_rec); mu_bwd = ceil(mu_rec / 2) is train.py's own default."""
-    preset, budgets, mus, val, peak, mfu = SCALES[args.scale]
-    depths, hours = sorted({1, 2, 4, 8, 12, 16, 2 * max(mus)} | set(mus)), []
-    check = val * sum(replace(PRESETS[preset], mu_rec=T, mu_bwd=T).flops_per_token() / 3 for T in depths)  # forward
-    for flops, mu in ((flops, mu) for flops in budgets for mu in mus):
+    """A train.py command per run of the grid."""
+    preset, _, mus, val, peak, mfu = SCALES[args.scale]
+    mfu, hours = args.mfu or mfu, []
+    check = val * sum(replace(PRESETS[preset], mu_rec=T, mu_bwd=T).flops_per_token() / 3 for T in depths_of(mus))
+    for flops, mu, flags in grid(args.scale):
         cfg = at_mu(preset, mu)
-        hours.append((flops + check) / (3.6e15 * peak * (args.mfu or mfu)))
-        print(f"python train.py --preset {preset} --mu-rec {mu} --flops {flops:g} --eval-tokens {val:g}"
-              f" --eval-every 99999 --eval-depths {','.join(map(str, depths))} --out runs/iso-{preset}-{flops:g}-mu{mu}"
+        hours.append((flops + check) / (3.6e15 * peak * mfu))
+        print(f"python train.py --preset {preset} {flags} --out runs/iso-{preset}-{flops:g}-mu{mu}"
               f"  # {flops / cfg.flops_per_token():.3g} tokens, {hours[-1]:.3g} h, N {effective_params(cfg)}")
-    print(f"# {sum(hours):.3g} hours of one device at {args.mfu or mfu:g} of {peak:g} TFLOP/s")
+    print(f"# {sum(hours):.3g} hours of one device at {mfu:g} of {peak:g} TFLOP/s")
 
 
 def figures(result, train, out):
@@ -411,7 +419,7 @@ def main(argv=None):
     for name in ("flops", "mfu"):
         if getattr(args, name, None) is not None and not 0 < getattr(args, name) < math.inf:
             fail(f"--{name} {getattr(args, name)} must be a positive number")
-    {"plan": plan, "fit": fit, "advise": advise}[args.command](args)
+    {"plan": plan, "fit": lambda args: fit(args.runs, args.out), "advise": advise}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def arguments(name, scale="tiny", tokens=None, lr_scale=1.0):
 # -- the definitions
 
 
-@pytest.mark.parametrize("name", [n for n in experiments.EXPERIMENTS if n != "isoflop"])
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
 def test_every_arm_is_a_valid_command_at_every_scale(name):
     define, scales, *_ = experiments.EXPERIMENTS[name]
     for scale in scales:
@@ -168,10 +168,19 @@ def test_a_comparison_runs_once_records_divergence_and_says_what_is_in_the_logs(
     assert "it needs rows of its own tokenizer" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
+def test_only_what_is_named_runs_and_nothing_finished_is_no_error(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "launch", lambda *_: None)  # as where another process is at work on the run
+    experiments.main(["isoflop", "--only", "mu_rec 1 2.5;"])
+    out, err = capfd.readouterr()
+    assert out.startswith("# 1 runs, 2.5e+12 FLOPs") and not err and (tmp_path / "results/isoflop-tiny.md").is_file()
+
+
 @pytest.mark.parametrize("line, words", [
     ("stability --scale 140m", "--scale 140m is not a size of stability; choose from tiny, 100m, 350m"),
     ("gains --scale 140m", "needs --data"), ("gains --seeds 0;1", "--seeds 0;1 must be whole numbers"),
     ("gains --lr-scale 0", "must be positive"), ("components --only nothing --dry-run", "--only nothing fits no arm"),
+    ("isoflop --tokens 1e5 --dry-run", "--tokens has no meaning for isoflop"),
     ("gains --dry-run -- --mu-bwd 9", "--mu-bwd 9 exceeds"),
     ("baseline -- --tokens 1e5", "--tokens and --flops both set the length")])  # fmt: skip
 def test_bad_input_is_refused_in_one_line(line, words, capsys, tmp_path, monkeypatch):

@@ -17,8 +17,9 @@ import numpy as np
 
 from dataloader import fail, run_cli
 
+# flags without an effect on a run's numbers
 FREE = {"out", "resume", "data", "device", "dtype", "device_batch_size", "compile", "loss_chunk", "wandb", "stop_at",
-        "checkpoint_loops", "save_every", "log_every", "eval_every", "eval_depths"}  # no effect on a run's numbers
+        "checkpoint_loops", "save_every", "log_every", "eval_every", "eval_depths", "core_every", "bundle"}
 COLORS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7f7f7f", "#8c510a"]
 LINES, MARKERS = ["-", "--", "-.", ":"], "os^Dvx*P<"  # these tell the runs apart in black and white
 fmt = lambda value, spec=".4f": "–" if value is None or math.isnan(value) else format(value, spec)

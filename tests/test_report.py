@@ -173,6 +173,13 @@ def test_arms_are_paired_by_seed(tmp_path, monkeypatch, capsys):
     assert "n = 2" in said[0] and warned == ["the arms are not matched seed by seed"]
 
 
+def test_flags_without_an_effect_on_the_numbers_make_no_arms(tmp_path):
+    a, b = (make_run(tmp_path / f"s{s}", seed=s) for s in (0, 1))
+    c, d = (make_run(tmp_path / f"z{s}", "zoh", seed=s, args={"core_every": 1000, "bundle": "b.zip"}) for s in (0, 1))
+    differ, said, warned = report.compare_arms([report.read_run(run) for run in (a, b, c, d)])
+    assert [*differ] == ["seed", "gain"] and "n = 2" in said[0] and not warned
+
+
 def test_an_interval_around_zero_is_called_so(tmp_path):
     runs = [make_run(tmp_path / f"e{s}", seed=s) for s in (0, 1)]
     runs += [make_run(tmp_path / f"z{s}", "zoh", seed=s, shift=0.01 * (-1) ** s) for s in (0, 1)]

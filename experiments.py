@@ -26,9 +26,7 @@ from pathlib import Path
 import numpy as np
 
 import train
-from checkpoint import load_run
 from dataloader import fail, run_cli, write_atomic
-from dynamics import spectra
 from report import depth_panel, figure, fmt, paired_interval, read_run, table
 from scaling_laws import fit, grid
 
@@ -182,8 +180,8 @@ def divergence(records: list, stopped: bool) -> int | None:
     return min(steps, default=None)
 
 
-def result(path: Path, look: bool = False) -> dict | None:
-    """A finished or diverged run's numbers; None for one still to be done. look: with the carry's spectrum."""
+def result(path: Path) -> dict | None:
+    """A finished or diverged run's numbers, the carry's spectrum as last evaluated; None for one still to be done."""
     if not (path / "log.jsonl").is_file() or not (path / "log.jsonl").stat().st_size:
         return None
     run = read_run(path)
@@ -192,9 +190,6 @@ def result(path: Path, look: bool = False) -> dict | None:
     stopped = len(tail) == train.BAD_STEPS and all(r.get("skipped") for r in tail)
     if not (stopped or last.get("final")):
         return None
-    rho = {} if stopped or not look else {k: last[k] for k in ("rho", "carry_norm") if k in last}
-    if look and not rho and any(path.glob("step_*.pt")):
-        rho = spectra(load_run(path)[0])
     git = run["config"]["git"]
     config = run["config"] | {"git": {"commit": git["commit"], "changed": bool(git["diff"])}}
     finite = lambda key: [r[key] for r in records if math.isfinite(r.get(key, math.nan))]
@@ -202,7 +197,8 @@ def result(path: Path, look: bool = False) -> dict | None:
             "loss": {} if stopped else last["loss"], "bpb": {} if stopped else last["bpb"], "unigram": run["unigram"],
             "tokens": tail[-1]["tokens"], "first_loss": records[0]["loss"], "last_loss": tail[-1]["loss"],
             "lowest_loss": min(finite("loss"), default=None), "skipped": sum(r.get("skipped", False) for r in records),
-            "largest_state_norm": max(finite("state_norm"), default=None), **rho,
+            "largest_state_norm": max(finite("state_norm"), default=None),
+            "rho": last.get("rho"), "carry_norm": last.get("carry_norm"),
             "tok_s": float(np.median(finite("tok_s"))), "minutes": sum(finite("ms")) / 6e4, "config": config,
             "train": records, "evals": run["evals"]}  # fmt: skip
 
@@ -332,8 +328,6 @@ def panels(kinds, group, arms, found, by):
 
     def curve(run, kind, pick):
         points = [(r[kind], pick(r)) for r in (run["train"] + run["evals"] if run else [])]
-        if run and pick is over["ρ(Ā)"]:
-            points.append((run["train"][-1][kind], run.get("rho")))
         points = sorted((x, y) for x, y in points if y is not None) or [(math.nan, math.nan)]
         return tuple(np.array(points, float).T)
 
@@ -457,7 +451,7 @@ def main(argv=None):
             print(f"{i}/{len(todo)}  {path}: {fate(run)}, loss {fmt(at(run, 'mu'))}, {run['minutes']:.1f} min",
                   flush=True)  # fmt: skip
     for path, seed, _, arms, _ in todo:  # only now, with what another process has done
-        if run := result(path, look=args.name == "stability"):
+        if run := result(path):
             found |= {arm: {**found[arm], seed: run} for arm in arms}
     write_results(args, tables, found)
     if args.name in ("isoflop", "testtime"):

@@ -149,7 +149,8 @@ def test_a_comparison_runs_once_records_divergence_and_says_what_is_in_the_logs(
         line = next(line for line in text.splitlines() if line.startswith(f"| {row} "))
         assert all(f"{final[run.name][d]:.4f}" in line for d in (1, 4, 8)), line
     assert "| + constrained Ā | – | 8.99 |" in text and (tmp_path / "results/x.1.png").stat().st_size > 5000
-    last = numbers["tables"][0][3]
+    last, log = numbers["tables"][0][3], read_log(runs[0] / "log.jsonl")[1]
+    assert last["seeds"]["0"]["rho"] == log[-1]["rho"] == dynamics.spectra(load_run(runs[0])[0])["rho"]
     assert last["seeds"]["0"]["loss"]["8"] == final[runs[0].name][8] and last["source"]["8"] == 2.95
     before = [(r / "log.jsonl").stat().st_mtime_ns for r in runs]
     experiments.main(command)

@@ -153,8 +153,8 @@ def write_page(runs, out: Path) -> None:
     plain = lambda key: [(np.array([*run[key]]), np.array([*run[key].values()], float)) for run in runs]
     panels = [("loops T", "state norm ‖h_T‖", plain("state"), {"yscale": "log"}),
               ("loops T", "residual ‖h_T − h_(T−1)‖", plain("residual"), {"yscale": "log"}),
-              stages(runs, "prelude"), stages(runs, "first loop")]  # fmt: skip
-    panels.append(("loops T", "expansion ‖C h_T‖ / ‖h_T‖", plain("expansion"), {}))
+              stages(runs, "prelude"), stages(runs, "first loop"),
+              ("loops T", "expansion ‖C h_T‖ / ‖h_T‖", plain("expansion"), {})]  # fmt: skip
     for key in SPECTRA if any(run["history"] for run in runs) else ():
         curves = [[np.array([e[k] for e in run["history"]], float) for k in ("tokens", key)] for run in runs]
         panels.append(("tokens trained, millions", SPECTRA[key], [(t / 1e6, y) for t, y in curves], {}))

@@ -6,8 +6,8 @@
     python experiments.py components --dry-run                                 # only prints the commands
 
 Runs lie in runs/NAME-SCALE/; finished ones are not repeated, begun ones continue. Written: results/NAME-SCALE.md, .png
-and .json (every number and command). A run that diverges is a result. Losses are in nats per token. Sources: the paper
-(Parcae; Prairie et al. 2026) and the post (Exact-ZOH; Huang 2026).
+and .json (every number and command), over what is there; --out names another place. A run that diverges is a result.
+Losses are in nats per token. Sources: the paper (Parcae; Prairie et al. 2026) and the post (Exact-ZOH; Huang 2026).
 """
 
 import argparse

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from bench import masked_loss
 from depth import deepest, hashed_normal, poisson_quantile, sample_depths, sequence_key, uniforms
-from model import CHOICES, PRESETS, Model, ModelConfig, attend, discretise, parameter_count
+from model import CHOICES, PRESETS, ChunkedCrossEntropy, Model, ModelConfig, attend, discretise, parameter_count
 
 SMALL = ModelConfig(vocab_size=64, seq_len=16, d_model=32, n_head=2, d_mlp=48, mu_rec=5)
 
@@ -443,6 +443,24 @@ def test_chunked_loss_equals_the_plain_one(chunk):
     got = model.loss(ids, targets, keys, n, k)[0] / 3
     assert abs(got - want) < 1e-5 * want
     assert_same_gradients(gradients(model, got), wanted)
+
+
+def test_chunked_loss_in_bfloat16_is_exact_for_sure_tokens():
+    """p - 1 of a token that is all but sure, and the factor 1 / tokens, must not be rounded to bfloat16 in between."""
+    g, sizes = torch.Generator().manual_seed(0), (1536, 64, 512)
+    weight, target = torch.randn(sizes[2], sizes[1], generator=g) * 0.3, torch.randint(sizes[2], sizes[:1], generator=g)
+    h = (torch.randn(sizes[:2], generator=g) + 8 * weight[target]).bfloat16()
+
+    def gradient(h, weight, loss):
+        leaves = h.clone().requires_grad_(), weight.clone().requires_grad_()
+        (loss(*leaves) / sizes[0]).backward()
+        return [leaf.grad.double() for leaf in leaves]
+
+    plain = lambda h, w: F.cross_entropy((h @ w.to(h.dtype).T).to(w.dtype), target, reduction="sum")
+    exact = gradient(h.double(), weight.bfloat16().double(), plain)
+    chunked = gradient(h, weight, lambda h, w: ChunkedCrossEntropy.apply(h, w, target, 256))
+    for want, ours, plains in zip(exact, chunked, gradient(h, weight, plain)):
+        assert (ours - want).norm() < 1.1 * (plains - want).norm()
 
 
 def test_bfloat16_loses_no_gradient():

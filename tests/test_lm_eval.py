@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 import convert
-import hf_tokenizer
 import tokenizer_train as tt
 from model import Model, ModelConfig
 
@@ -31,7 +31,7 @@ def harness(tmp_path):
     for name, w in model.named_parameters():
         torch.nn.init.normal_(w, 0, 0.2) if name.endswith(("o.weight", "proj.weight")) else None
     (tmp_path / "made").mkdir()
-    hf_tokenizer.write_safetensors(tmp_path / "made/model.safetensors", model.state_dict())
+    save_file(model.state_dict(), tmp_path / "made/model.safetensors")
     (tmp_path / "made/config.json").write_text(json.dumps({"model_type": "looped"} | vars(c)))
     convert.main(["import", str(tmp_path / "made"), str(tmp_path / "run"), "--tokenizer", str(tokenizer)])
     return lm_eval_looped.Looped(str(tmp_path / "run"), depth=3, batch=2, device="cpu")

@@ -35,14 +35,19 @@ class Looped(TemplateLM):
     eot_token_id = property(lambda self: self.stop[1])
     prefix_token_id = property(lambda self: self.stop[0])
 
-    def __init__(self, run, depth=None, batch=16, seed=1234, add_bos_token=False, device=None, **_):
+    def __init__(self, run="", depth=None, batch=16, seed=1234, add_bos_token=False, device=None, **others):
         super().__init__()
+        if unknown := sorted(others.keys() - {"batch_size", "max_batch_size", "trust_remote_code"}):  # the harness' own
+            fail(f"--model_args {unknown[0]} is not one of run, depth, batch, seed, add_bos_token")
         self._device = torch.device(device or "cuda" if torch.cuda.is_available() else "cpu")
         self.model, self.enc, _ = open_run(run, self._device)
-        cfg, self.batch, self.seed, self.bos_first = self.model.cfg, int(batch), seed, add_bos_token
-        if cfg.n_core and depth is not None and not (str(depth).isdecimal() and int(depth)):
-            fail(f"depth={depth} must be a whole number from 1 on; try depth={cfg.mu_rec}")
-        self.depth, self.max_length = int(depth or cfg.mu_rec) if cfg.n_core else 0, cfg.seq_len
+        cfg = self.model.cfg
+        depth = (cfg.mu_rec if depth is None else depth) if cfg.n_core else 0
+        for name, value, least in (("depth", depth, min(1, cfg.n_core)), ("batch", batch, 1), ("seed", seed, 0)):
+            if not (str(value).isdecimal() and int(value) >= least):
+                fail(f"{name}={value} must be a whole number from {least} on")
+        self.depth, self.batch, self.seed = int(depth), int(batch), int(seed)
+        self.bos_first, self.max_length = add_bos_token, cfg.seq_len
         self.stop = [self.enc.encode_single_token(name) for name in SPECIALS]  # bos, eos, pad
 
     def tok_encode(self, string, add_special_tokens=True, **_):
@@ -64,8 +69,9 @@ class Looped(TemplateLM):
             ids = pad_sequence([row[:-1] for row in rows], batch_first=True).to(self._device)  # (B, T), inert padding
             keys = torch.tensor([self.key(requests[i][1]) for i in some], device=self._device)
             for i, row, h in zip(some, rows, self.model.hidden(ids, self.depth, keys)):  # (T, D)
-                y = row[-len(requests[i][2]) :].to(self._device)  # (n,)
-                logits = self.model.head(h[len(row) - 1 - len(y) : len(row) - 1].float())  # (n, V)
+                first = len(row) - len(requests[i][2])
+                y = row[first:].to(self._device)  # (n,)
+                logits = self.model.head(h[first - 1 : len(row) - 1].float())  # (n, V)
                 found[i] = -F.cross_entropy(logits, y, reduction="sum").item(), bool((logits.argmax(-1) == y).all())
         return found
 
@@ -84,7 +90,8 @@ class Looped(TemplateLM):
             until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
             prompt = (self.tok_encode(text) or [self.prefix_token_id])[-(self.max_length - most) :]
             settings = dict(tokens=most, stop=self.stop, vocab=self.enc.n_vocab, temperature=0)
-            settings |= dict(temperature=how.get("temperature", 1.0)) if how.get("do_sample") else {}
+            if how.get("do_sample"):
+                settings |= {"temperature": 1.0} | {k: how[k] for k in ("temperature", "top_k", "top_p") if k in how}
             tokens, made = [], ""
             for event in generate(self.model, [prompt], [self.key(prompt)], self.depth, **settings):
                 tokens += [token for token in event.values() if token not in self.stop]

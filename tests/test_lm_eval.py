@@ -50,6 +50,7 @@ def direct(lm, context, continuation):
 def test_harness_values_equal_direct_ones(harness):
     lm, enc, asked = harness, harness.enc, lambda *args: SimpleNamespace(args=args)
     pairs = [("abc de", " fab"), ("", "bad cab"), ("a b  ", "c"), ("deaf " * 9, "face"), ("abc de", " e12")]
+    pairs += [("abc", "")]  # nothing is certain
     found = lm.loglikelihood([asked(*pair) for pair in pairs])
     for (context, continuation), got in zip(pairs, found):
         first = enc.encode_ordinary(context.rstrip()) if context else []
@@ -76,3 +77,21 @@ def test_harness_generates_the_greedy_text(harness):
     text = lm.enc.decode(made[len(prompt) :])
     asked = [SimpleNamespace(args=("abc de", {"until": until, "max_gen_toks": 6})) for until in ([], [text[2:4]])]
     assert lm.generate_until(asked) == [text, text.split(text[2:4])[0]]
+
+
+def test_sampling_follows_the_harness_settings(harness, monkeypatch):
+    seen = []
+    monkeypatch.setattr(lm_eval_looped, "generate", lambda *args, **how: seen.append(how) or [])
+    for how in ({"do_sample": True, "top_k": 3, "top_p": 0.5}, {"do_sample": True, "temperature": 0.2}, {"top_k": 3}):
+        harness.generate_until([SimpleNamespace(args=("abc", how))])
+    chosen = [{k: v for k, v in how.items() if k in ("temperature", "top_k", "top_p")} for how in seen]
+    assert chosen == [{"temperature": 1.0, "top_k": 3, "top_p": 0.5}, {"temperature": 0.2}, {"temperature": 0}]
+
+
+@pytest.mark.parametrize("given", [{"detph": 4}, {"depth": 0}, {"batch": "auto"}, {"seed": "x"}])
+def test_unknown_and_unusable_model_args_are_named(harness, tmp_path, capsys, given):
+    with pytest.raises(SystemExit, match="2"):
+        lm_eval_looped.Looped(str(tmp_path / "run"), **given)
+    error = capsys.readouterr().err
+    assert next(iter(given)) in error and error.count("\n") == 1
+    lm_eval_looped.Looped(str(tmp_path / "run"), batch_size="1", max_batch_size=None, trust_remote_code=True)

@@ -514,13 +514,17 @@ def parse_args():
 
 def open_run(run, device):
     """-> (model, tokenizer, config); a tokenizer that is not the checkpoint's is refused."""
+    path = Path(run) / "tokenizer.json"
     try:
         model, cfg, config = load_run(run, device, torch.float32 if device.type == "cpu" else None)
+        known, source = config["tokenizer"]["sha256"], config["tokenizer"]["path"]
     except (FileNotFoundError, ValueError, RuntimeError, KeyError) as e:
         fail(f"{run}: {first_line(e)}; name the directory of a run that has a checkpoint")
-    enc = load_tokenizer(path := Path(run) / "tokenizer.json")
-    if tokenizer_hash(path) != config["tokenizer"]["sha256"] or enc.n_vocab != cfg.vocab_size:
-        fail(f"{path} is not the tokenizer the checkpoint was trained with; copy {config['tokenizer']['path']} there")
+    mend = "import the weights again" if "imported" in config else f"copy {source} there"
+    if not path.is_file():
+        fail(f"no tokenizer at {path}; {mend}")
+    if tokenizer_hash(path) != known or (enc := load_tokenizer(path)).n_vocab != cfg.vocab_size:
+        fail(f"{path} is not the tokenizer the checkpoint was trained with; {mend}")
     return model, enc, config
 
 

@@ -717,7 +717,15 @@ def test_user_mistakes_end_in_one_line(run, tmp_path, capsys, monkeypatch):
     for file in run.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "tokenizer.json").write_text((run / "tokenizer.json").read_text() + "\n")
-    refused(capsys, start(path=tmp_path), "is not the tokenizer")
+    refused(capsys, start(path=tmp_path), "is not the tokenizer", "copy data/tokenizer.json there")
+    (tmp_path / "tokenizer.json").unlink()
+    refused(capsys, start(path=tmp_path), "no tokenizer at", "copy data/tokenizer.json there")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"imported": {}}))
+    refused(capsys, start(path=tmp_path), "no tokenizer at", "import the weights again")
+    del config["tokenizer"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(capsys, start(path=tmp_path), "KeyError: 'tokenizer'")
 
 
 @pytest.mark.skipif("EVAL_BUNDLE" not in os.environ, reason="EVAL_BUNDLE is not set")

@@ -378,6 +378,9 @@ def run_task(model, work, protocol, depths, seed, device="cpu", world=1, budget=
     torch.set_num_threads(1 if cpu else threads)
     with ThreadPoolExecutor(threads) as pool:
         for batch, found in zip(batches, pool.map(run, batches) if cpu else map(run, batches)):
+            if bad := [depth for (depth, *_), part in found.items() if not part[0].isfinite().all()]:
+                pool.shutdown(cancel_futures=True)
+                fail(f"the model's answer at depth {min(bad)} is not finite: training diverged, or that is too deep")
             scores |= found
             tick(sum(len(work.rows[r]) for r in batch) / total)
     torch.set_num_threads(threads)
@@ -436,7 +439,7 @@ def entry(work, depth, results, baselines, protocol):
     out |= {"n": len(work.gold)} | {name: sum(odd[name] for _, odd in results.values()) for name in ODD}
     out["near_ties"] = int(sum(t[2].sum() for t in tables.values()))
     if protocol == "lambada":
-        out["perplexity"] = spread({s: math.exp(t[3].mean()) for s, t in tables.items()})
+        out["perplexity"] = spread({s: torch.tensor(t[3].mean()).exp().item() for s, t in tables.items()})
     return out
 
 

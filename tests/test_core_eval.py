@@ -527,6 +527,17 @@ def test_lambada_perplexity_is_that_of_the_slow_sum(enc, net):
     assert total["aggregate"]["mean"] == found["perplexity"]["mean"] == pytest.approx(math.exp(nats / 2), rel=1e-5)
 
 
+def test_a_diverged_model_has_no_score(enc, capsys):
+    """NaN would win wherever it comes first, and give a score like any other."""
+    for kind in ("mc", "schema", "lm"):
+        model = Scripted(torch.full((enc.n_vocab, enc.n_vocab), math.nan))
+        refused(capsys, lambda: answers_of(model, enc, task_of(kind), make_rows(kind, 9)), "depth 2 is not finite")
+    rows = [{"context": "the", "continuation": "cat"}]
+    hopeless = Scripted(prefer(enc, ("the", " dog"), strength=1e3))
+    found = entry_of(hopeless, enc, panel_of(ce.TASKS[9], rows, "lambada"))  # e^2000 nats
+    assert found["perplexity"]["mean"] == math.inf
+
+
 # ---- bundles
 
 

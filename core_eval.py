@@ -168,6 +168,8 @@ def load_panel(path, name="core", protocol="parcae", limit=None):
             panel.rows[task.label] = rows
         else:
             panel.missing[task.label] = f"{task.shots} shots need more than the {n} examples of {task.file}"
+    if not panel.rows:
+        fail(f"{path} has no task of {TITLES[name]}; give the zip, or the folder it holds, with --bundle PATH")
     return panel
 
 
@@ -475,8 +477,8 @@ def save(path, header, records):
         for label, e in record["tasks"].items():
             values = ",".join(f"{e[k][s]:.6f}" for k in ("accuracy", "centered") for s in ("mean", "std"))
             lines.append(f"{d},{label},{values},{e['n']},{e['near_ties']}")
-        if (a := record["aggregate"])["name"]:
-            lines.append(f'{d},"{a["name"]}",,,{a["mean"]:.6f},{a["std"]:.6f},,')
+        a = record["aggregate"]
+        lines.append(f'{d},"{a["name"]}",,,{a["mean"]:.6f},{a["std"]:.6f},,')
     write_atomic(f"{path}.csv", "\n".join([*lines, ""]).encode())
 
 
@@ -585,9 +587,9 @@ def main():
         records = run_panel(args, model, enc, path, header, say, device, rank, world)
     if rank == 0:
         save(path, header, records)
-    for a in (records[d]["aggregate"] | {"depth": d} for d in args.depth):
-        value = f"{a['name']} {a['mean']:.4f} ± {a['std']:.4f}" if a["name"] else "no task could be run"
-        say(f"depth {a['depth']}: {value} ({args.protocol}, baselines {args.baselines})")
+    for d in args.depth:
+        a = records[d]["aggregate"]
+        say(f"depth {d}: {a['name']} {a['mean']:.4f} ± {a['std']:.4f} ({args.protocol}, baselines {args.baselines})")
     say(f"written: {path}.json, {path}.csv")
     if world > 1:
         dist.destroy_process_group()

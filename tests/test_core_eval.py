@@ -591,6 +591,8 @@ def test_damaged_bundles_are_refused_in_one_line(tmp_path, capsys):
     for name in ("cut.zip", "flip.zip"):
         refused(capsys, lambda: ce.load_panel(tmp_path / name), name, "not a usable zip")
     refused(capsys, lambda: ce.load_panel(tmp_path / "no.zip"), "--bundle")
+    (tmp_path / "empty").mkdir()
+    refused(capsys, lambda: ce.load_panel(tmp_path / "empty"), "has no task of CORE", "--bundle")
     for evil in ("../evil.jsonl", "/etc/evil.jsonl", "a/../../evil.jsonl", "C:evil.jsonl", "..\\evil.jsonl"):
         with zipfile.ZipFile(tmp_path / "evil.zip", "w") as z:
             z.writestr(evil, "{}")

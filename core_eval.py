@@ -19,6 +19,7 @@ import math
 import os
 import random
 import re
+import shutil
 import sys
 import zipfile
 import zlib
@@ -482,19 +483,18 @@ def save(path, header, records):
     write_atomic(f"{path}.csv", "\n".join([*lines, ""]).encode())
 
 
-def earlier(path, header, say):
-    """{depth: {label: entry}} of an earlier start with the same settings; else nothing, and a line that says why."""
+def earlier(path, header):
+    """-> {depth: {label: entry}} of an earlier start with the same settings; else {}, and what is wrong with it."""
     if not (file := Path(f"{path}.json")).is_file():
-        return {}
+        return {}, ""
     try:
         old = json.loads(file.read_text(encoding="utf-8"))
         differ = [k for k, v in header.items() if k not in ("date", "command", "missing") and old[k] != v]
         if not differ:
-            return {int(d): record["tasks"] for d, record in old["depths"].items()}
-        say(f"{file} was made with another {', '.join(differ)}; all tasks run again")
+            return {int(d): record["tasks"] for d, record in old["depths"].items()}, ""
+        return {}, f"was made with another {', '.join(differ)}"
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        say(f"{file} is damaged ({first_line(e)}); all tasks run again")
-    return {}
+        return {}, f"is damaged ({first_line(e)})"
 
 
 def parse_args():
@@ -552,7 +552,11 @@ def run_panel(args, model, enc, path, header, say, device, rank, world):
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
     for label, why in panel.missing.items():
         say(f"left out: {label}: {why}")
-    entries = {d: {} for d in args.depth} | earlier(path, header, say)
+    kept, wrong = earlier(path, header)
+    if wrong and rank == 0:
+        shutil.copyfile(f"{path}.json", f"{path}.json.old")
+        say(f"{path}.json {wrong}; all tasks run again, and it is kept as {path.name}.json.old")
+    entries = {d: {} for d in args.depth} | kept
     records = lambda: {d: summarise(panel, entries[d]) for d in sorted(entries)}
     where = args.baselines, device, rank, world
     for label in evaluate(model, enc, panel, args.depth, args.seeds, entries, *where, show=True):

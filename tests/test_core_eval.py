@@ -697,10 +697,12 @@ def test_program_writes_results_and_skips_what_is_done(run, monkeypatch, capsys)
     ce.main()
     assert "copa" not in seen and len(set(seen)) == 21 and json.loads(file.read_text())["depths"]["2"] == record
     seen.clear()
+    whole = file.read_bytes()
     sys.argv += ["--max-per-task", "12"]
     capsys.readouterr()
     ce.main()
-    assert len(set(seen)) == 22  # other settings: nothing is kept
+    assert len(set(seen)) == 22  # other settings: nothing is taken over, nor lost
+    assert file.with_suffix(".json.old").read_bytes() == whole
     assert "another max_per_task; all tasks run again" in capsys.readouterr().out
     for damage, said in (("{", "is damaged"), (json.dumps({**json.loads(file.read_text()), "bundle_sha256": "0"}), "")):
         file.write_text(damage)

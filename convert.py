@@ -87,8 +87,11 @@ def reference_name(name: str, cfg: ModelConfig) -> str:
 def from_reference(state: dict, cfg: ModelConfig) -> dict:
     """The reference's weights -> ours, float32."""
     state = {k.removeprefix("module.").removeprefix("_orig_mod.").removeprefix("model."): w for k, w in state.items()}
-    state = {k: w for k, w in state.items() if k not in ("lm_head.weight", "freqs_cis")}  # the head is tied
+    head = state.pop("lm_head.weight", None)
+    state.pop("freqs_cis", None)
     out = collect(state, cfg, lambda name: reference_name(name, cfg))
+    if head is not None and not torch.equal(head.float(), out["wte.weight"]):
+        fail("lm_head.weight is not the token embedding; only tied heads are implemented")
     K = cfg.d_model // cfg.n_head
     halves = torch.cat([torch.arange(0, K, 2), torch.arange(1, K, 2)])  # x_0, x_2, … then x_1, x_3, …
     scale = math.sqrt(EPS / 2**-23) if cfg.qk_norm else 1.0

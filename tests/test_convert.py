@@ -200,6 +200,7 @@ reweighted = lambda f, change: torch.save(change(reference_state(settings())), f
     (lambda f: reweighted(f, lambda s: s | {"transformer.x": s["freqs_cis"]}), "1 unexpected weights: transformer.x"),
     (lambda f: reweighted(f, lambda s: {k: w for k, w in s.items() if "adapter.B" not in k}), "transformer.adapter.B"),
     (lambda f: reweighted(f, lambda s: s | {"transformer.C.weight": torch.ones(D, 3)}), "C.weight has shape (64, 3)"),
+    (lambda f: reweighted(f, lambda s: s | {"lm_head.weight": torch.zeros(V, D)}), "only tied heads"),
     (lambda f: (f.parent / "run").mkdir(), "run exists"),
     (lambda f: f.rename(f.parent / "away"), "not a folder")])  # fmt: skip
 def test_what_cannot_be_imported_is_one_line(folder, tokenizer, capsys, spoil, message):

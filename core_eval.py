@@ -537,8 +537,10 @@ def validation(model, enc, config, depths, device, rank, world):
     """Loss over all packed validation rows, with the initial states of the run's own evaluations -> {depth: record}."""
     from train import validate
     data, sizes = PackedData(config["data"]["path"]), torch.from_numpy(token_bytes(enc)).to(device)
-    if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
-        fail(f"{config['data']['path']} was packed with another tokenizer; pack it with the run's tokenizer.json")
+    if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"] or data.seq_len > model.cfg.seq_len:
+        fail(f"{data.folder} does not fit the run; pack it with its tokenizer.json, --seq-len {model.cfg.seq_len}")
+    if config["data"].get("sha256") not in (None, data.sha256()):
+        fail(f"{data.folder} holds other rows than those of the run; pack those again")
     found = validate(model, data, sizes, depths, 2**62, 16, rank, world, device)
     values = {d: {"mean": found["loss"][str(d)], "std": 0.0, "bpb": found["bpb"][str(d)]} for d in depths}
     about = {"name": "validation loss", "tasks_done": 1, "tasks_total": 1}

@@ -721,6 +721,16 @@ def test_two_ranks_give_the_scores_of_one(run):
     assert scores[0] == scores[1]
 
 
+@pytest.mark.parametrize("tokens, longest, rows, said", [
+    ("other", 48, "d", "does not fit the run"), ("t", 49, "d", "--seq-len 48"), ("t", 48, "other", "holds other rows"),
+])  # fmt: skip
+def test_validation_is_on_the_rows_of_the_run(enc, net, monkeypatch, capsys, tokens, longest, rows, said):
+    data = SimpleNamespace(folder="f", seq_len=longest, manifest={"tokenizer_sha256": tokens}, sha256=lambda: rows)
+    monkeypatch.setattr(ce, "PackedData", lambda path: data)
+    config = {"tokenizer": {"sha256": "t"}, "data": {"path": "f", "sha256": "d"}}
+    refused(capsys, lambda: ce.validation(net, enc, config, [2], torch.device("cpu"), 0, 1), said)
+
+
 def test_user_mistakes_end_in_one_line(run, tmp_path, capsys, monkeypatch):
     def start(*flags, path=run):
         monkeypatch.setattr(sys, "argv", ["core_eval.py", str(path), "--bundle", str(run.parent / "b.zip"), *flags])

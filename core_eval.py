@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from checkpoint import load_run
 from dataloader import PackedData, fail, file_hash, first_line, run_cli, write_atomic
@@ -402,15 +403,15 @@ def run_task(model, work, protocol, depths, seed, device="cpu", world=1, budget=
 def evaluate(model, enc, panel, depths, seeds, entries, baselines="v1", device="cpu", rank=0, world=1, show=False):
     """Adds to entries, {depth: {label: entry}}, the tasks of a panel that it lacks; yields each label when it is done.
     Every rank calls it. In nanochat and dclm a seed changes initial states only: there the shots' seed is 1234."""
-    from tqdm import tqdm
     def encode(task):
         fixed, where = panel.protocol != "parcae" or task.shots == 0, (model.cfg.seq_len, rank, world, share)
         return [prepare(task, panel, seed, enc, *where) for seed in ([1234] if fixed else seeds)]
     share = model.cfg.mechanism == "none"  # the others know no memory
     todo = [t for t in panel.tasks if t.label in panel.rows and not all(t.label in entries[d] for d in depths)]
     texts = lambda task: min(panel.limit or 2**62, len(panel.rows[task.label])) * (1 + task.shots) * len(seeds)
-    style, hidden = "{percentage:3.0f}% |{bar:40}| {elapsed} gone, {remaining} left", rank > 0 or not show
-    bar = tqdm(total=sum(map(texts, todo)) + 1, disable=hidden or not sys.stderr.isatty(), bar_format=style)
+    style = "{percentage:3.0f}% |{bar:40}| {elapsed} gone, {remaining} left"
+    # None: disabled where stderr is no terminal
+    bar = tqdm(total=sum(map(texts, todo)) + 1, disable=None if show else True, bar_format=style)
     with bar, ThreadPoolExecutor(1) as ahead:
         coming = [ahead.submit(encode, task) for task in todo[:1]]
         for j, task in enumerate(todo):
@@ -561,7 +562,7 @@ def run_panel(args, model, enc, path, header, say, device, rank, world):
     entries = {d: {} for d in args.depth} | kept
     records = lambda: {d: summarise(panel, entries[d]) for d in sorted(entries)}
     where = args.baselines, device, rank, world
-    for label in evaluate(model, enc, panel, args.depth, args.seeds, entries, *where, show=True):
+    for label in evaluate(model, enc, panel, args.depth, args.seeds, entries, *where, show=rank == 0):
         e = entries[args.depth[-1]][label]
         notes = ", ".join(f"{e[name]} {text}" for name, text in ODD.items() if e[name])
         acc, centred = e["accuracy"], e["centered"]["mean"]
@@ -572,8 +573,6 @@ def run_panel(args, model, enc, path, header, say, device, rank, world):
 
 
 def main():
-    from tqdm import tqdm
-
     from train import distributed
 
     args = parse_args()

@@ -412,7 +412,8 @@ def evaluate(model, enc, panel, depths, seeds, entries, baselines="v1", device="
     style = "{percentage:3.0f}% |{bar:40}| {elapsed} gone, {remaining} left"
     # None: disabled where stderr is no terminal
     bar = tqdm(total=sum(map(texts, todo)) + 1, disable=None if show else True, bar_format=style)
-    with bar, ThreadPoolExecutor(1) as ahead:
+    ahead = ThreadPoolExecutor(1)  # not in `with`, where Ctrl-C would wait for the next task's texts
+    with bar:
         coming = [ahead.submit(encode, task) for task in todo[:1]]
         for j, task in enumerate(todo):
             works, results = coming[0].result(), {}

@@ -10,6 +10,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -407,6 +409,22 @@ def test_a_model_in_training_can_be_evaluated(enc, net):
     assert (torch.get_num_threads(), random.getstate()) == (before[0], before[2])
 
 
+def test_an_interrupt_does_not_wait_for_the_next_tasks_texts(enc, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    go, tasks = threading.Event(), [task_of("mc"), task_of("mc", label="next")]
+    panel = panel_of(tasks[0], make_rows("mc", 3))
+    panel.tasks, panel.rows["next"] = tasks, panel.rows["made"]
+    monkeypatch.setattr(ce, "prepare", lambda task, *args: task.label == "next" and go.wait(10))
+    monkeypatch.setattr(ce, "run_task", interrupted)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        list(ce.evaluate(even(enc), enc, panel, [2], [1], {2: {}}))
+    assert time.monotonic() - start < 5
+    go.set()
+
+
 def test_scripted_model_is_right_where_it_should_be(enc):
     """Each kind of task with a model that knows one fact, and with one that believes the opposite."""
     mc = [{"query": "the", "choices": c, "gold": c.index("cat")} for c in (["cat", "dog"], ["dog", "cat"])]
@@ -612,7 +630,6 @@ def test_bad_lines_are_named_by_file_and_number(tmp_path, capsys):
 
 def test_download_resumes_and_is_checked(tmp_path, capsys):
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-    from threading import Thread
 
     body = write_bundle(tmp_path / "src.zip", {"noise.jsonl": random.Random(0).randbytes(400_000)}).read_bytes()
     asked, mode = [], {"cut": True}
@@ -630,7 +647,7 @@ def test_download_resumes_and_is_checked(tmp_path, capsys):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     url, path = f"http://127.0.0.1:{server.server_port}/b.zip", tmp_path / "data" / "b.zip"
     refused(capsys, lambda: ce.fetch_bundle(path, url), "cannot fetch", "continues")  # the connection ends half way
     ce.fetch_bundle(path, url)

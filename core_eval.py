@@ -7,7 +7,8 @@
 A score is a function of (weights, data, seed, depth). The initial loop states are those of (seed, task, example), the
 same for all its options; losses are float32. Rounding, which depends on the batch, can still flip near ties: a gap of
 mean losses, or a greedy token's lead, under 1e-3. Their number, summed over the seeds, is reported.
-Results: core_<panel>_<protocol>.json, .csv in RUN. On a CPU float32 is used, else the run's own dtype.
+Results: core_<panel>_<protocol>.json, .csv in RUN; what they held of other settings becomes .json.old.
+On a CPU float32 is used, else the run's own dtype.
 Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are nanochat's, Parcae's, and llm-foundry's (dclm).
 """
 
@@ -165,7 +166,7 @@ def load_panel(path, name="core", protocol="parcae", limit=None):
     panel = SimpleNamespace(name=name, protocol=protocol, limit=limit, sha256=digest, tasks=PANELS[name])
     panel.rows, panel.missing = {}, {}
     for task in panel.tasks:
-        n = min(len(rows := parse_rows(files.get(task.file, b""), task)), limit or 2**62)
+        n = min(len(rows := parse_rows(files.get(task.file, b""), task)), limit or math.inf)
         if n > (0 if protocol in ("dclm", "lambada") else task.shots):  # dclm takes fewer shots rather than fail
             panel.rows[task.label] = rows
         else:

@@ -89,7 +89,7 @@ class Looped(TemplateLM):
             until, most = how.get("until") or [], min(how.get("max_gen_toks", 256), self.max_length - 1)
             until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
             prompt = (self.tok_encode(text) or [self.prefix_token_id])[-(self.max_length - most) :]
-            settings = dict(tokens=most, stop=self.stop, vocab=self.enc.n_vocab, temperature=0)
+            settings = dict(tokens=most, stop=self.stop, temperature=0)
             if how.get("do_sample"):
                 settings |= {"temperature": 1.0} | {k: how[k] for k in ("temperature", "top_k", "top_p") if k in how}
             tokens, made = [], ""

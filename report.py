@@ -51,6 +51,8 @@ def read_run(path):
     if not (path / "config.json").is_file() or not (path / "log.jsonl").is_file():
         fail(f"{path} is no run (config.json or log.jsonl is missing); give directories that train.py made")
     config, (train, evals, damaged) = read_json(path / "config.json"), read_log(path / "log.jsonl")
+    if not isinstance(config, dict) or not {"args", "model", "data"} <= config.keys():
+        fail(f"{path / 'config.json'} is not a run's; restore it, or leave {path} out")
     if not train and not evals:
         fail(f"{path / 'log.jsonl'} has no record: the run made no step; continue it with train.py --resume")
     folders = [Path("."), *path.resolve().parents]  # the run may have been started from another folder

@@ -299,8 +299,8 @@ def advise(args):
             fail(f"{args.fit} is of another model than --preset {args.preset}; name its preset")
     if logs is None:
         fail(f"the paper has no law for --preset {args.preset}; fit one (plan, train, fit) and give --fit DIR/fit.json")
-    grid = [at_mu(args.preset, mu) for mu in range(1, 25)]
-    N, D = np.array([(effective_params(c), args.flops / c.flops_per_token()) for c in grid]).T
+    models = [at_mu(args.preset, mu) for mu in range(1, 25)]
+    N, D = np.array([(effective_params(c), args.flops / c.flops_per_token()) for c in models]).T
     loss = predict(logs, N, D)
     i = loss[0].argmin()
     print(f"law: {source}\nbest of mu_rec 1 to 24: {i + 1}, {D[i]:.4g} tokens, loss {loss[0, i]:.4f} nats/token")

@@ -247,6 +247,8 @@ def test_user_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys):
     (run / "log.jsonl").write_text("")
     (run / "config.json").write_text('{"args": ')
     assert "config.json is damaged" in error_of(monkeypatch, capsys, run)
+    (run / "config.json").write_text("{}")
+    assert "config.json is not a run's" in error_of(monkeypatch, capsys, run)
     other = make_run(tmp_path / "other")
     (other / "core_core_parcae.json").write_text('{"panel": "core"')
     assert "core_core_parcae.json is damaged" in error_of(monkeypatch, capsys, other)

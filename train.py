@@ -287,8 +287,9 @@ def environment() -> dict:
     """Versions and source state, for config.json."""
 
     def git(*command):
-        out = subprocess.run(("git", *command), capture_output=True, text=True, cwd=Path(__file__).parent)
-        return out.stdout.strip() if out.returncode == 0 else None
+        with contextlib.suppress(OSError):  # git may not be installed
+            out = subprocess.run(("git", *command), capture_output=True, text=True, cwd=Path(__file__).parent)
+            return out.stdout.strip() if out.returncode == 0 else None
 
     return {
         "git": {"commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD", "--", "*.py")},

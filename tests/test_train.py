@@ -376,6 +376,11 @@ def test_an_existing_run_is_not_overwritten(base, packed, capsys):
         assert words in capsys.readouterr().err and (base / "log.jsonl").read_bytes() == before
 
 
+def test_a_machine_without_git_can_train(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert train.environment()["git"] == {"commit": None, "diff": None}
+
+
 def test_diverging_run_stops_with_one_message(packed, tmp_path):
     out = go(packed, tmp_path / "r", "--muon-lr", "1e30", "--adam-lr", "1e30", check=False)
     assert out.returncode == 1 and "Traceback" not in out.stderr

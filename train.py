@@ -644,8 +644,9 @@ def train(args, progress: dict) -> None:
     model.train()
     if 0 < first < steps and first % args.eval_every == 0:  # its validation may have been cut off
         evaluate(first, [cfg.mu_rec])
-    pending, stopped, step = None, first >= (args.stop_at or math.inf), first
-    while step < steps and not stopped:
+    end = min(steps, args.stop_at or steps)
+    pending, stopped, step = None, False, first  # stopped: by a signal that some rank got, known to all ranks
+    while step < end and not stopped:
         n, k = sample_depths(cfg, args.seed, step, B, args.depth_stratified)
         mine = deal(n, k, world)[rank]
         rows = data.stream_ids(args.seed, step * B, B)
@@ -675,9 +676,8 @@ def train(args, progress: dict) -> None:
             gc.collect()
             gc.freeze()
             gc.disable()
-        stopped = stopped or step == args.stop_at
-        save, look = step % args.save_every == 0 or step == steps, step % args.eval_every == 0 and step < steps
-        score = panel and step % args.core_every == 0
+        save, look = step % args.save_every == 0 or step == end, step % args.eval_every == 0 and step < end
+        score = panel and step % args.core_every == 0 and (step < end or end == steps)
         if save or look or score or stopped or device.type == "cpu":
             stopped, pending = finish(*pending) or stopped, None
             if save or stopped:
@@ -691,7 +691,7 @@ def train(args, progress: dict) -> None:
 
     # 5. the end
     written()
-    if step < steps or stopped and caught:
+    if step < steps or stopped:
         say(f"stopped after step {step} of {steps} and saved; the same command with --resume continues")
     else:
         result = evaluate(steps, depths, final=True)

@@ -344,6 +344,25 @@ def test_when_a_rank_is_killed_the_other_ends_with_one_line(packed, tmp_path):
     assert re.fullmatch(r"error: rank 1 of 2, after step \d+: another rank ended .*--resume continues", err.strip())
 
 
+def test_all_ranks_stop_together_when_one_is_asked_to_in_the_last_step(packed, tmp_path):
+    script = tmp_path / "signalled.py"
+    script.write_text(f"""
+import datetime, os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+def sample_depths(cfg, seed, step, *rest, draw=train.sample_depths):
+    if step == 11 and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return draw(cfg, seed, step, *rest)
+train.sample_depths, train.HANG = sample_depths, datetime.timedelta(seconds=20)
+train.main(sys.argv[1:])
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    command += ["--data", str(packed), "--out", str(tmp_path / "r"), *FLAGS]
+    out = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=300)
+    assert "stopped after step 12 of 12 and saved" in out.stdout and "another rank ended" not in out.stderr
+
+
 def test_core_in_training_is_core_eval_of_the_weights_then(base, packed, tmp_path):
     """--core-every changes nothing else in the run, and gives what core_eval gives of that step's checkpoint."""
     run, bundle = tmp_path / "run", write_bundle(tmp_path / "bundle.zip", small_core())

@@ -617,6 +617,13 @@ def train(args, progress: dict) -> None:
             log.record({"kind": "core", "step": step, "tokens": step * B * T, **score})
         say(f"step {step}  {score['name']}: {score['mean']:.4f} centred", flush=True)
 
+    def measure(step: int) -> None:
+        """The validation and the CORE panel that are due after a step; the last step's validation comes by itself."""
+        if step % args.eval_every == 0 and step < steps:
+            evaluate(step, [cfg.mu_rec])
+        if panel and step % args.core_every == 0:
+            core(step)
+
     def finish(entry: dict, out: torch.Tensor) -> bool:
         """Takes a step's numbers from the device and records them; -> whether some rank was asked to stop."""
         nonlocal bad
@@ -642,8 +649,8 @@ def train(args, progress: dict) -> None:
 
     # 4. training
     model.train()
-    if 0 < first < steps and first % args.eval_every == 0:  # its validation may have been cut off
-        evaluate(first, [cfg.mu_rec])
+    if first:  # what was due then may have been cut off
+        measure(first)
     end = min(steps, args.stop_at or steps)
     pending, stopped, step = None, False, first  # stopped: by a signal that some rank got, known to all ranks
     while step < end and not stopped:
@@ -676,17 +683,15 @@ def train(args, progress: dict) -> None:
             gc.collect()
             gc.freeze()
             gc.disable()
-        save, look = step % args.save_every == 0 or step == end, step % args.eval_every == 0 and step < end
-        score = panel and step % args.core_every == 0 and (step < end or end == steps)
-        if save or look or score or stopped or device.type == "cpu":
+        save = step % args.save_every == 0 or step == end
+        due = step % args.eval_every == 0 or panel and step % args.core_every == 0
+        if save or due or stopped or device.type == "cpu":
             stopped, pending = finish(*pending) or stopped, None
             if save or stopped:
                 save_checkpoint(run, step, model, opt, rank)  # before evaluation, which might fail
-            if look and not stopped:
-                evaluate(step, [cfg.mu_rec])
-            if score and not stopped:
-                core(step)
-            if log and (save or look or score):
+            if not stopped and (step < end or step == steps):  # at --stop-at it is left to the continued run
+                measure(step)
+            if log:
                 log.last = time.perf_counter()
 
     # 5. the end

@@ -364,9 +364,11 @@ train.main(sys.argv[1:])
 
 
 def test_core_in_training_is_core_eval_of_the_weights_then(base, packed, tmp_path):
-    """--core-every changes nothing else in the run, and gives what core_eval gives of that step's checkpoint."""
+    """--core-every changes nothing else in the run, and gives what core_eval gives of that step's checkpoint; a run
+    that was stopped at that step makes up for it."""
     run, bundle = tmp_path / "run", write_bundle(tmp_path / "bundle.zip", small_core())
-    go(packed, run, "--core-every", "8", "--bundle", str(bundle))
+    for more in ["--stop-at", "8"], ["--resume"]:
+        go(packed, run, "--core-every", "8", "--bundle", str(bundle), *more)
     assert_identical(weights(run), weights(base))
     for path in run.glob("step_*12.pt*"):
         path.unlink()

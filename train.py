@@ -38,7 +38,7 @@ import torch.nn.functional as F
 
 import core_eval
 from checkpoint import load_run, newest_checkpoint, restore, save_checkpoint, written
-from dataloader import PackedData, fail, file_hash, first_line, run_cli, write_atomic
+from dataloader import PackedData, fail, file_hash, first_line, read_checked, run_cli, write_atomic
 from depth import SEED_EVAL, SEED_STATE, deepest, sample_depths, sequence_key
 from dynamics import spectra
 from model import CHOICES, PRESETS, Model, ModelConfig, discretise, flag, parameter_count
@@ -353,7 +353,7 @@ def validate(model, data: PackedData, sizes, depths: list, tokens: float, batch:
 def open_data(args, cfg: ModelConfig, rank: int, world: int):
     """-> (PackedData, its folder); refuses data of another length or vocabulary."""
     folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
-    if not args.data and not (folder / "manifest.json").is_file() and rank == 0:
+    if not args.data and rank == 0 and not (read_checked(folder / "manifest.json") or {}).get("complete"):
         prepare_stdlib(folder, cfg)
     if world > 1:
         dist.barrier()

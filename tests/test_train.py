@@ -26,7 +26,7 @@ from test_core_eval import small_core, write_bundle
 import core_eval
 import train
 from checkpoint import load_run, write_checkpoint
-from dataloader import PackedData, file_hash
+from dataloader import PackedData, file_hash, read_checked, write_checked
 from depth import SEED_EVAL, SEED_STATE, sample_depths, sequence_key
 from model import PRESETS, Model
 from tokenizer_train import load_tokenizer, save_tokenizer
@@ -395,6 +395,18 @@ def test_an_existing_run_is_not_overwritten(base, packed, capsys):
         with pytest.raises(SystemExit):
             train.main(["--data", str(packed), "--out", str(base), *FLAGS, *more])
         assert words in capsys.readouterr().err and (base / "log.jsonl").read_bytes() == before
+
+
+def test_default_data_whose_making_was_cut_off_is_made_again(packed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = dataclasses.replace(PRESETS["tiny"], vocab_size=300, seq_len=32)
+    folder = shutil.copytree(packed, tmp_path / "data" / "stdlib-v300" / "rows-32-split")
+    whole, made = read_checked(folder / "manifest.json"), []
+    make = lambda out, _: made.append(write_checked(out / "manifest.json", whole))
+    monkeypatch.setattr(train, "prepare_stdlib", make)
+    for complete in False, True:
+        write_checked(folder / "manifest.json", whole | {"complete": complete})
+        assert train.open_data(train.parse_args([]), cfg, 0, 1)[0].rows("train") and len(made) == 1
 
 
 def test_a_machine_without_git_can_train(monkeypatch):

@@ -310,8 +310,7 @@ def compare(old: dict, new: dict) -> list[str]:
     """Names of the settings in which a continued run would differ from its beginning."""
     diff = [flag(k) for k in new["args"] if k not in FREE and old["args"].get(k) != new["args"][k]]
     diff += [f"model.{k}" for k in new["model"] if old["model"].get(k) != new["model"][k]]
-    return diff + [k for k in ("tokenizer", "data") if old[k]["sha256"] != new[k]["sha256"]] + [
-        k for k in ("dtype",) if old[k] != new[k]]  # fmt: skip
+    return diff + [k for k in ("tokenizer", "data") if old[k]["sha256"] != new[k]["sha256"]]
 
 
 # -- validation --------------------------------------------------------------------------------------------------------
@@ -383,8 +382,11 @@ def prepare_stdlib(folder: Path, cfg: ModelConfig) -> None:
             fail("the default data could not be made (see above); give packed rows with --data")
 
 
-def prepare_run(args, config: dict) -> Path | None:
-    """Rank 0 makes the run directory, or checks the one to continue; -> the checkpoint to continue from."""
+def prepare_run(args, config: dict, any_dtype: bool) -> Path | None:
+    """Rank 0 makes the run directory, or checks the one to continue; -> the checkpoint to continue from.
+
+    any_dtype: a continued run keeps the dtype that it began with; measured anew, another might win.
+    """
     run, old = Path(args.out), Path(args.out) / "config.json"
     if run.exists() and not args.resume:
         fail(f"{run} exists; add --resume to continue it, or name another with --out")
@@ -392,7 +394,10 @@ def prepare_run(args, config: dict) -> Path | None:
     if not again and any(run.glob("step_*.pt")):
         fail(f"{run} has checkpoints but no config.json; restore it, or name another run with --out")
     try:
-        diff = compare(json.loads(old.read_text()), config) if again else []
+        begun = json.loads(old.read_text()) if again else config
+        if any_dtype and begun["dtype"] in ("float32", "bfloat16"):
+            config["dtype"] = config["args"]["dtype"] = begun["dtype"]
+        diff = compare(begun, config)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         fail(f"{old} is damaged ({type(e).__name__}: {e}); restore it, or name another run with --out")
     if diff:
@@ -519,8 +524,8 @@ def train(args, progress: dict) -> None:
     rows_given = args.device_batch_size is not None
     steps = settle(args, cfg, world)
     data, folder = open_data(args, cfg, rank, world)
-    why = "given"
-    if args.dtype == "auto":
+    why, any_dtype = "given", args.dtype == "auto"
+    if any_dtype:
         args.dtype, why = ("bfloat16", "a GPU") if args.device == "cuda" else probe_dtype()
     looped = cfg.n_core > 0
     has_decay = looped and cfg.injection == "diagonal"
@@ -539,10 +544,12 @@ def train(args, progress: dict) -> None:
         "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         **environment(),
     }
-    told = [prepare_run(args, config), args.dtype] if rank == 0 else [None, None]
+    told = [prepare_run(args, config, any_dtype), config["dtype"]] if rank == 0 else [None, None]
     if world > 1:
         dist.broadcast_object_list(told)
-    newest, args.dtype = told
+    newest, dtype = told
+    why = why if dtype == args.dtype else "as the run began"
+    args.dtype = dtype
     run = Path(args.out)
 
     # 2. model and optimiser

@@ -397,6 +397,16 @@ def test_an_existing_run_is_not_overwritten(base, packed, capsys):
         assert words in capsys.readouterr().err and (base / "log.jsonl").read_bytes() == before
 
 
+def test_a_continued_run_keeps_the_dtype_that_was_measured_at_its_beginning(packed, tmp_path, monkeypatch, capsys):
+    flags = ["--data", str(packed), "--out", str(tmp_path / "r"), *FLAGS, "--dtype", "auto", "--resume"]
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own handlers
+    for measured, end in (("bfloat16", "1"), ("float32", "2")):
+        monkeypatch.setattr(train, "probe_dtype", lambda name=measured: (name, "measured"))
+        train.main([*flags, "--stop-at", end])
+    assert "activations bfloat16 (as the run began)" in capsys.readouterr().out
+    assert list(log(tmp_path / "r")) == [("train", 1), ("train", 2)]
+
+
 def test_default_data_whose_making_was_cut_off_is_made_again(packed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = dataclasses.replace(PRESETS["tiny"], vocab_size=300, seq_len=32)

@@ -124,12 +124,13 @@ def model_config(args) -> ModelConfig:
     for name, value in given.items():
         if not isinstance(value, str) and not 0 <= value < 1 << 31:
             fail(f"{flag(name)} {value} is out of range: it must lie in [0, 2^31)")
+    settings = preset | given
     loop = {"gain", "injection", "mu_rec", "mu_bwd", "sampling", "granularity", "mechanism", "streams"}
-    if preset["n_core"] == 0 and given.keys() & loop:
+    if settings["n_core"] == 0 and given.keys() & loop:
         names = " ".join(flag(f) for f in given if f in loop)
-        fail(f"{names} has no meaning for --preset {args.preset}, which has no loop; try --preset tiny or parcae-140m")
+        fail(f"{names} has no meaning for --preset {args.preset} with --n-core 0: no loop; try --n-core 1 --mu-rec 8")
     try:
-        return ModelConfig(**preset | given)
+        return ModelConfig(**settings)
     except ValueError as e:
         fail(str(e))
 

@@ -203,6 +203,7 @@ REFUSED = {
     "--seq-len 64": "seq_len 32, the model has 64",
     "--data nowhere": "--data nowhere holds no packed rows",
     "--preset transformer-tiny --gain zoh": "--gain has no meaning for --preset transformer-tiny",
+    "--n-core 0 --mu-rec 4": "--mu-rec has no meaning for --preset tiny with --n-core 0",
     "--clip nan": "--clip nan is out of range",
     "--data /dev/null": "--data /dev/null holds no packed rows",
 }
@@ -215,6 +216,11 @@ def test_bad_flags_are_refused_in_one_line(flags, packed, tmp_path, capsys):
     err = capsys.readouterr().err.strip()
     assert stop.value.code == 2 and REFUSED[flags] in err and err.count("\n") == 0
     assert not (tmp_path / "r").exists()
+
+
+def test_a_flat_preset_with_a_core_is_looped():
+    args = train.parse_args("--preset transformer-tiny --n-prelude 1 --n-core 1 --n-coda 1 --mu-rec 8".split())
+    assert train.model_config(args) == PRESETS["tiny"]
 
 
 def test_every_flag_refuses_what_is_out_of_its_range(packed, tmp_path, capsys, monkeypatch):

@@ -510,9 +510,10 @@ def begin_from(run, model: Model, data: PackedData) -> None:
     try:
         other, _, config = load_run(run)
         model.load_state_dict(other.state_dict())
-    except (FileNotFoundError, ValueError, RuntimeError) as e:
+        same_tokens = config["tokenizer"]["sha256"] == data.manifest["tokenizer_sha256"]
+    except (FileNotFoundError, ValueError, RuntimeError, LookupError, TypeError) as e:
         fail(f"--init-from {run}: {first_line(e)}")
-    if config["tokenizer"]["sha256"] != data.manifest["tokenizer_sha256"]:
+    if not same_tokens:
         fail(f"--init-from {run} has another tokenizer than the data; pack them with {run}/tokenizer.json")
 
 

@@ -385,13 +385,18 @@ def test_core_in_training_is_core_eval_of_the_weights_then(base, packed, tmp_pat
     assert log(run, "core")["core", 8] | want == log(run, "core")["core", 8]
 
 
-def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path):
+def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path, capsys):
     still = "--init-from", str(base), "--adam-lr", "0", "--muon-lr", "0", "--weight-decay", "0"
     go(packed, tmp_path / "run", *still)
     old, new = (weights(run)["model"] for run in (base, tmp_path / "run"))
     assert all(torch.equal(w, new[name]) for name, w in old.items())
     out = go(packed, tmp_path / "other", *still, "--d-mlp", "48", check=False)
     assert out.returncode == 2 and "--init-from" in out.stderr and "Traceback" not in out.stderr
+    strange = shutil.copytree(base, tmp_path / "strange") / "config.json"
+    strange.write_text(json.dumps({k: v for k, v in json.loads(strange.read_text()).items() if k != "tokenizer"}))
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--data", str(packed), "--out", str(tmp_path / "r"), *FLAGS, "--init-from", str(strange.parent)])
+    assert "KeyError: 'tokenizer'" in capsys.readouterr().err
 
 
 def test_an_existing_run_is_not_overwritten(base, packed, capsys):

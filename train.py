@@ -409,7 +409,7 @@ def prepare_run(args, config: dict, any_dtype: bool) -> Path | None:
             write_atomic(old, json.dumps(config, indent=1).encode())
         shutil.copyfile(config["tokenizer"]["path"], run / "tokenizer.json")
     except OSError as e:
-        fail(f"{e.filename}: {e.strerror}; the run directory is {run}")
+        fail(f"{e}; the run directory is {run}")
     for left in run.glob(".step_*.tmp"):  # of a killed run
         left.unlink()
     newest = newest_checkpoint(run)

@@ -285,6 +285,10 @@ def test_what_does_not_belong_together_is_refused_and_left_alone(base, packed, t
     with pytest.raises(SystemExit, match="2"):
         train.main(["--data", str(packed), "--out", str(packed / "manifest.json" / "r"), *FLAGS])
     assert "the run directory is" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        same = str(shutil.copytree(packed, tmp_path / "same"))
+        train.main(["--data", same, "--out", same, *FLAGS, "--resume"])
+    assert "same file" in capsys.readouterr().err
 
 
 def test_evaluation_passes_over_a_damaged_checkpoint(base, tmp_path, capsys):

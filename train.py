@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -543,7 +544,7 @@ def train(args, progress: dict) -> None:
         "device": args.device,
         "dtype": args.dtype,
         "ranks": world,
-        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         **environment(),
     }
     told = [prepare_run(args, config, any_dtype), config["dtype"]] if rank == 0 else [None, None]

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -80,7 +81,7 @@ def weights(run):
 
 @pytest.fixture(scope="session")
 def base(packed, tmp_path_factory):
-    run = tmp_path_factory.mktemp("runs") / "base"
+    run = tmp_path_factory.mktemp("runs") / "the base"
     go(packed, run)
     return run
 
@@ -145,6 +146,7 @@ def test_matched_pair_differs_in_the_gain_alone(base, packed, tmp_path):
     x, y = (json.loads((r / "config.json").read_text()) for r in (base, tmp_path / "zoh"))
     assert {k for k in x["model"] if x["model"][k] != y["model"][k]} == {"gain"}
     assert {k for k in x["args"] if x["args"][k] != y["args"][k]} == {"out"}
+    assert str(base) in shlex.split(x["command"])
 
 
 def test_resumed_is_bitwise_uninterrupted(base, packed, tmp_path):

@@ -98,7 +98,7 @@ def parse_args(argv=None):
     add("--eval-depths", default=None, help="depths of the final validation, e.g. 1,2,4,8,16 (default: those)")
     add("--core-every", type=int, default=0, help="steps between reduced CORE panels (default: none)")
     add("--bundle", default=None, help="CORE task data, a zip or folder (default: data/eval_bundle.zip, fetched once)")
-    add("--save-every", type=int, default=1000, help="steps between checkpoints; the last two and the final one stay")
+    add("--save-every", type=int, default=1000, help="steps between checkpoints; the last two stay")
     add("--stop-at", type=int, default=None, help="save and stop after this step; the schedule is unchanged")
     add("--init-from", default=None, help="run whose newest weights to begin with: new optimiser, step 0")
     add("--resume", action="store_true", help="continue the run directory if it exists")

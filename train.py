@@ -606,9 +606,7 @@ def train(args, progress: dict) -> None:
     bad = 0
 
     def evaluate(step: int, at: list[int], **more) -> dict:
-        model.eval()
         result = validate(model, data, sizes, at, args.eval_tokens, micro, rank, world, device)
-        model.train()
         if log and looped:
             more |= spectra(model)
         if log:
@@ -658,7 +656,6 @@ def train(args, progress: dict) -> None:
         return stopping > 0
 
     # 4. training
-    model.train()
     if first:  # what was due then may have been cut off
         measure(first)
     end = min(steps, args.stop_at or steps)

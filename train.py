@@ -23,9 +23,11 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
+import timeit
 import zlib
 from collections import deque
 from datetime import timedelta
@@ -192,17 +194,11 @@ def distributed(device: str):
 
 def probe_dtype() -> tuple[str, str]:
     """The faster of float32 and bfloat16 for this CPU's matrix products, and the reason in words."""
-    seconds = {}
+    seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         a, b = torch.randn(2048, 512).to(dtype), torch.randn(512, 512).to(dtype)
-        a @ b
-        times = []
-        for _ in range(9):
-            start = time.perf_counter()
-            a @ b
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = sorted(times)[4]
-    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
+        seconds.append(statistics.median(timeit.repeat(lambda: a @ b, number=1, repeat=10)))
+    ratio = seconds[0] / seconds[1]
     name = "bfloat16" if ratio > 1.3 else "float32"
     return name, f"bfloat16 matrix products run at {ratio:.1f} times float32's speed on this processor"
 

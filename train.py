@@ -561,17 +561,15 @@ def train(args, progress: dict) -> None:
         begin_from(args.init_from, model, data)
     model.to(device)
     compiled = args.compile == "on" or (args.compile == "auto" and args.device == "cuda")
-    shared = dict(clip=args.clip, weight_decay=args.weight_decay, rank=rank, world=world, compile=compiled)
-    if args.optimizer == "muon":
-        opt = MuonAdamW(model.named_parameters(), model.muon_parameters(), args.muon_lr, args.adam_lr, **shared)
-    else:
-        shared |= dict(betas=(0.9, 0.95), eps=0.0, update_clip=True)
-        opt = MuonAdamW(model.named_parameters(), set(), 0.0, args.adam_lr, **shared)
+    adamw = dict(betas=(0.9, 0.95), eps=0.0, update_clip=True) if args.optimizer == "adamw" else {}
+    opt = MuonAdamW(model.named_parameters(), set() if adamw else model.muon_parameters(), args.muon_lr, args.adam_lr,
+                    weight_decay=args.weight_decay, clip=args.clip, rank=rank, world=world, compile=compiled, **adamw)
     first = restore(newest, model, opt) if newest else 0
     if args.loss_chunk is None:  # a quarter of a GPU's memory for a micro-batch's logits and their gradient is too much
-        large = 4 * args.device_batch_size * cfg.seq_len * cfg.vocab_size
+        large = 4 * args.device_batch_size * T * cfg.vocab_size
         room = torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 0
-        model.loss_chunk = 0 if large < room else 8192 if room else 256
+        args.loss_chunk = 0 if large < room else 8192 if room else 256
+    model.loss_chunk = args.loss_chunk
     if compiled:
         model.compile_pieces()
     if device.type == "cuda":

@@ -554,8 +554,7 @@ def train(args, progress: dict) -> None:
     # 2. model and optimiser
     B, T = args.batch_size, cfg.seq_len
     model = Model(cfg)
-    model.dtype, model.loss_chunk = getattr(torch, args.dtype), args.loss_chunk or 0
-    model.checkpoint_loops = args.checkpoint_loops
+    model.dtype, model.checkpoint_loops = getattr(torch, args.dtype), args.checkpoint_loops
     model.init_weights(args.seed)
     if args.init_from and not newest:
         begin_from(args.init_from, model, data)

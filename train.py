@@ -347,8 +347,8 @@ def validate(model, data: PackedData, sizes, depths: list, tokens: float, batch:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def open_data(args, cfg: ModelConfig, rank: int, world: int):
-    """-> (PackedData, its folder); refuses data of another length or vocabulary."""
+def open_data(args, cfg: ModelConfig, rank: int, world: int) -> PackedData:
+    """The packed rows; refuses those of another length or vocabulary."""
     folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
     if not args.data and rank == 0 and not (read_checked(folder / "manifest.json") or {}).get("complete"):
         prepare_stdlib(folder, cfg)
@@ -364,7 +364,7 @@ def open_data(args, cfg: ModelConfig, rank: int, world: int):
         if data.manifest[key] != want:
             fail(f"{folder} was packed with {key} {data.manifest[key]}, the model has {want}; "
                  f"try {flag(key)} {data.manifest[key]} or pack again")  # fmt: skip
-    return data, folder
+    return data
 
 
 def prepare_stdlib(folder: Path, cfg: ModelConfig) -> None:
@@ -522,7 +522,7 @@ def train(args, progress: dict) -> None:
     say = print if rank == 0 else (lambda *a, **k: None)
     rows_given = args.device_batch_size is not None
     steps = settle(args, cfg, world)
-    data, folder = open_data(args, cfg, rank, world)
+    data = open_data(args, cfg, rank, world)
     why, any_dtype = "given", args.dtype == "auto"
     if any_dtype:
         args.dtype, why = ("bfloat16", "a GPU") if args.device == "cuda" else probe_dtype()
@@ -535,8 +535,8 @@ def train(args, progress: dict) -> None:
         "params": parameter_count(cfg),
         "flops_per_token": cfg.flops_per_token(),
         "steps": steps,
-        "tokenizer": {"path": str(folder / "tokenizer.json"), "sha256": data.manifest["tokenizer_sha256"]},
-        "data": {"path": str(folder), "sha256": data.sha256()},
+        "tokenizer": {"path": str(data.folder / "tokenizer.json"), "sha256": data.manifest["tokenizer_sha256"]},
+        "data": {"path": str(data.folder), "sha256": data.sha256()},
         "device": args.device,
         "dtype": args.dtype,
         "ranks": world,
@@ -584,7 +584,7 @@ def train(args, progress: dict) -> None:
     # 3. what will happen
     local, micro = B // world, args.device_batch_size
     depths = [int(d) for d in args.eval_depths.split(",")]
-    enc = load_tokenizer(folder / "tokenizer.json")
+    enc = load_tokenizer(data.folder / "tokenizer.json")
     sizes = torch.from_numpy(token_bytes(enc)).to(device)
     panel = core_eval.open_panel(args.bundle, limit=CORE_EXAMPLES, rank=rank, world=world) if args.core_every else None
     say(f"{run.name}: {config['params']:,} parameters, {cfg.flops_per_token() / 1e6:,.0f} MFLOPs a token")

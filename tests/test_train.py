@@ -433,7 +433,7 @@ def test_default_data_whose_making_was_cut_off_is_made_again(packed, tmp_path, m
     monkeypatch.setattr(train, "prepare_stdlib", make)
     for complete in False, True:
         write_checked(folder / "manifest.json", whole | {"complete": complete})
-        assert train.open_data(train.parse_args([]), cfg, 0, 1)[0].rows("train") and len(made) == 1
+        assert train.open_data(train.parse_args([]), cfg, 0, 1).rows("train") and len(made) == 1
 
 
 def test_a_machine_without_git_can_train(monkeypatch):

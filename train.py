@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -467,8 +468,6 @@ class Log:
 
 def peak_memory() -> float:
     """Of this process, GB."""
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "linux" else 30)
 
 
@@ -609,11 +608,10 @@ def train(args, progress: dict) -> None:
         return result
 
     def core(step: int) -> None:
-        at, entries = cfg.mu_rec, {cfg.mu_rec: {}}
+        depth, entries = cfg.mu_rec, {cfg.mu_rec: {}}
         where = "v1", device, rank, world
-        for _ in core_eval.evaluate(core_eval.eager(model), enc, panel, [at], [1234], entries, *where):
-            pass
-        score = core_eval.summarise(panel, entries[at])["aggregate"]
+        list(core_eval.evaluate(core_eval.eager(model), enc, panel, [depth], [1234], entries, *where))
+        score = core_eval.summarise(panel, entries[depth])["aggregate"]
         if log:
             log.record({"kind": "core", "step": step, "tokens": step * B * T, **score})
         say(f"step {step}  {score['name']}: {score['mean']:.4f} centred", flush=True)

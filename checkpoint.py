@@ -60,10 +60,10 @@ def newest_checkpoint(run: Path) -> Path | None:
     return None
 
 
-def read_checkpoint(path: Path, **options) -> dict:
+def read_checkpoint(path: Path) -> dict:
     """Through CPU memory; tensors, numbers and containers only. ValueError for anything else."""
     try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True, **options))
+        return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     except (OSError, MemoryError):
         raise
     except Exception as e:  # a damaged or hostile file may raise anything
@@ -102,7 +102,7 @@ def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
     path = newest_checkpoint(run)
     if path is None:
         raise FileNotFoundError(f"{run} has no whole checkpoint (step_*.pt)")
-    state = read_checkpoint(path, mmap=True)
+    state = read_checkpoint(path)
     try:
         config = json.loads((run / "config.json").read_text())
         known = {f.name for f in fields(ModelConfig)}

@@ -158,9 +158,7 @@ def settle(args, cfg: ModelConfig, world: int) -> int:
         value = getattr(args, name)
         if value is not None and not (low <= value <= high and math.isfinite(value)):
             fail(f"{flag(name)} {value} is out of range: it must lie in [{low:g}, {high:g}]")
-    most = max(1, min(32, args.batch_size // world))
-    fitting = (b for b in range(most, 0, -1) if args.batch_size % (world * b) == 0)
-    args.device_batch_size = args.device_batch_size or next(fitting, most)
+    args.device_batch_size = args.device_batch_size or largest_part(32, args.batch_size, world) or 1
     unit = world * args.device_batch_size
     if args.batch_size % unit:
         fail(f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = {world} × "
@@ -254,9 +252,14 @@ def probe_memory(model: Model, rows: int, given: bool, batch: int, world: int, d
         rows = less
 
 
+def largest_part(most: int, batch: int, world: int) -> int:
+    """The largest device batch, up to `most`, that divides each rank's share of the batch; 0 if there is none."""
+    return next((b for b in range(most, 0, -1) if batch % (world * b) == 0), 0)
+
+
 def less_memory(rows: int, batch: int, world: int) -> tuple[int, str]:
-    """The next smaller device batch that divides the batch, 0 if there is none, and what to type."""
-    less = next((b for b in range(rows // 2, 0, -1) if batch % (world * b) == 0), 0)
+    """The next smaller device batch, 0 if there is none, and what to type."""
+    less = largest_part(rows // 2, batch, world)
     return less, f"try --device-batch-size {less}" if less else "try --checkpoint-loops or a shorter --seq-len"
 
 

@@ -148,16 +148,12 @@ def settle(args, cfg: ModelConfig, world: int) -> int:
     names = ("tokens", "batch_size", "adam_lr", "muon_lr", "optimizer", "warmup", "cooldown", "eval_tokens")
     for name, value in zip(names, (*recipe_of(args.preset), 131072 if args.preset.endswith("tiny") else 10.5e6)):
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    for name, low, high in (("warmup", 0, math.inf), ("cooldown", 0, math.inf), ("clip", 1e-9, math.inf),
-                            ("weight_decay", 0, math.inf), ("device_batch_size", 1, 1 << 20), ("muon_lr", 0, math.inf),
-                            ("adam_lr", 0, math.inf), ("batch_size", 1, 1 << 20), ("save_every", 1, math.inf),
-                            ("log_every", 1, math.inf), ("eval_every", 0, math.inf), ("core_every", 0, math.inf),
-                            ("loss_chunk", 0, math.inf),
-                            ("eval_tokens", cfg.seq_len, math.inf), ("tokens", 1, math.inf),
-                            ("seed", 0, (1 << 63) - 1), ("stop_at", 1, math.inf)):  # fmt: skip
+    ranges = ((0, "seed warmup cooldown weight_decay muon_lr adam_lr eval_every core_every loss_chunk"), (1e-9, "clip"),
+              (1, "tokens batch_size device_batch_size save_every log_every stop_at"), (cfg.seq_len, "eval_tokens"))
+    for low, name in ((low, name) for low, names in ranges for name in names.split()):
         value = getattr(args, name)
-        if value is not None and not (low <= value <= high and math.isfinite(value)):
-            fail(f"{flag(name)} {value} is out of range: it must lie in [{low:g}, {high:g}]")
+        if value is not None and not low <= value < math.inf:
+            fail(f"{flag(name)} {value} is out of range: it must be at least {low:g}, and finite")
     args.device_batch_size = args.device_batch_size or largest_part(32, args.batch_size, world) or 1
     unit = world * args.device_batch_size
     if args.batch_size % unit:

@@ -1,6 +1,7 @@
 """
 How fast a training step is, and where its time goes: `python bench.py`, some three minutes on two cores or one GPU;
-`torchrun --standalone --nproc_per_node=8 bench.py` on eight, each with as many rows, timed on the first.
+`torchrun --standalone --nproc_per_node=8 bench.py` on eight, each with as many rows, timed on the first. What it prints
+is a page: `python bench.py --rounds 40 > results/bench-cpu.md`.
 
 All variants take the same batches and depths, round by round in turn; a step is forward, backward and optimiser on one
 micro-batch. ms: mean over the rounds; "over Euler": median of the rounds' ratios. MFU: against the device's dense bf16
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dataloader import fail, run_cli, write_atomic
+from dataloader import fail, run_cli
 from depth import sample_depths, sequence_key
 from model import PRESETS, Model
 from muon import MuonAdamW, all_gather, reduce_scatter
@@ -141,7 +142,6 @@ def main():
     text += f"\nLargest of 8 ranks' work over the mean, 256 rows a step, 1,000 steps: {imbalance(cfg):.4f}.\n"
     if rank == 0:
         print(text)
-        write_atomic(f"results/bench-{device.type}{f'-{world}-ranks' * (world > 1)}.md", text.encode())
     world > 1 and dist.destroy_process_group()
 
 

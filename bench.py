@@ -50,7 +50,8 @@ def random_batch(cfg, rows: int, step: int, device):
 def timed(work) -> float:  # seconds
     start = time.perf_counter()
     work()
-    torch.cuda.is_available() and torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -63,7 +64,8 @@ def step_times(kinds: dict, rows: int, rounds: int, device, dtype: str, rank: in
         model.to(device)
         model.dtype, model.loss_chunk = getattr(torch, dtype), 0 if gpu else 256
         opt = MuonAdamW(model.named_parameters(), model.muon_parameters(), rank=rank, world=world, compile=gpu)
-        gpu and model.compile_pieces()
+        if gpu:
+            model.compile_pieces()
         made[name] = model, opt, torch.cuda.memory_allocated() - before
     for r in range(-3, rounds):  # the first three warm up
         for name, (cfg, masked) in kinds.items():
@@ -73,8 +75,11 @@ def step_times(kinds: dict, rows: int, rounds: int, device, dtype: str, rank: in
                 (loss / batch[0].numel()).backward()
                 opt.step(1.0, 1.0, loss.detach()[None])
             others = torch.cuda.memory_allocated() - own
-            gpu and torch.cuda.reset_peak_memory_stats()
-            seconds[name] += [timed(step)][: r >= 0]
+            if gpu:
+                torch.cuda.reset_peak_memory_stats()
+            s = timed(step)
+            if r >= 0:
+                seconds[name].append(s)
             peak[name] = max(peak[name], torch.cuda.max_memory_allocated() - others)
     return seconds, peak, *next(iter(made.values()))[:2]
 
@@ -139,10 +144,11 @@ def main():
                      f"| {causal:.3f} | {gib:.1f} |\n".replace("nan", "–"))  # fmt: skip
     text += f"\nWhere the time goes: Parcae Euler, {rows} rows, mean depth, parts alone.\n\n| part | ms |\n|---|---|\n"
     text += "".join(f"| {k} | {v:.1f} |\n" for k, v in breakdown(model, opt, rows, args.rounds, device).items())
-    text += f"\nLargest of 8 ranks' work over the mean, 256 rows a step, 1,000 steps: {imbalance(cfg):.4f}.\n"
+    text += f"\nLargest of 8 ranks' work over the mean, 256 rows a step, 1,000 steps: {imbalance(cfg):.4f}."
     if rank == 0:
         print(text)
-    world > 1 and dist.destroy_process_group()
+    if world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

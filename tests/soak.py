@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import platform
@@ -37,6 +38,7 @@ import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402
 from test_core_eval import small_core, write_bundle  # noqa: E402
 from test_data import documents, naive_pack, write_parquet  # noqa: E402
+from test_train import all_flags  # noqa: E402
 
 import checkpoint  # noqa: E402
 import core_eval  # noqa: E402
@@ -51,33 +53,25 @@ SIZES = "--vocab-size 300 --seq-len 32 --d-model 32 --d-mlp 64 --mu-rec 4 --batc
 FLAGS = f"{SIZES} --eval-tokens 320 --eval-depths 1,4 --eval-every 7 --tokens {STEPS * 12 * 32} --save-every 2".split()
 
 
-def child(program, argv, said, limits=()):
-    """Forks a process that runs program(argv) as its script would; -> its pid. said: the file of all it prints."""
-    if pid := os.fork():
-        return pid
-    code = 99  # a traceback
-    try:
-        out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1), os.dup2(out, 2)
+def start(program, argv, said, *limits):
+    """A process, forked, that runs program(argv) as its script would. said: the file of all it prints."""
+
+    def work():
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1), os.dup2(1, 2)
         for kind, value in limits:
             resource.setrlimit(kind, (value, value))
         dataloader.run_cli(lambda: program(argv))
-        code = 0
-    except SystemExit as e:
-        code = e.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            checkpoint.WRITER.shutdown()
-            sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process
 
 
-def call(program, argv, said, limits=()):
+def call(program, argv, said, *limits):
     """-> (exit code, all that was printed)."""
-    code = os.waitstatus_to_exitcode(os.waitpid(child(program, argv, said, limits), 0)[1])
-    return code, Path(said).read_text(errors="replace")
+    process = start(program, argv, said, *limits)
+    process.join()
+    return process.exitcode, Path(said).read_text(errors="replace")
 
 
 def last_line(text):
@@ -140,18 +134,17 @@ def kills(here, quick):
         run = here / f"killed-{ends}"
         while True:
             log, had = run / "log.jsonl", (run / "log.jsonl").stat().st_size if (run / "log.jsonl").exists() else 0
-            pid = child(train.main, training(here, run, "--save-every", str(rng.randint(1, 3))), here / "said")
+            p = start(train.main, training(here, run, "--save-every", str(rng.randint(1, 3))), here / "said")
             early, writing, pause, begun = rng.random() < 0.2, rng.random() < 0.5, rng.expovariate(2), time.time()
-            while not (done := os.waitpid(pid, os.WNOHANG)[0]):
+            while p.is_alive():
                 if not early and not (log.exists() and log.stat().st_size > had):
                     begun = time.time()  # the clock starts with the first step
                 elif time.time() - begun > pause and (early or not writing or any(run.glob(".step_*.tmp"))):
                     time.sleep(rng.expovariate(500))
-                    break
-            if done:
+                    p.kill()
+                    p.join()
+            if p.exitcode != -signal.SIGKILL:
                 break
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
             saved = list(run.glob("step_*.pt"))
             bare = any(not Path(f"{p}.sha256").exists() for p in saved)
             half = any(run.glob(".step_*.tmp"))
@@ -167,12 +160,12 @@ def packing_kills(here, quick):
     while seen["kills"] < (5 if quick else 60):
         out = here / f"packed-{ends}"
         while True:
-            pid = child(dataloader.main, packing(here, out), here / "said")
-            time.sleep(rng.expovariate(3))
-            if os.waitpid(pid, os.WNOHANG)[0]:
+            p = start(dataloader.main, packing(here, out), here / "said")
+            p.join(rng.expovariate(3))
+            p.kill()
+            p.join()
+            if p.exitcode != -signal.SIGKILL:
                 break
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
             found = {k: v for k, v in contents(out).items() if k != "manifest.json"}
             seen += Counter({"kills": 1, "files seen, all whole": len(found), "half written": any(out.glob(".*.tmp"))})
             assert all(whole[k] == v for k, v in found.items())
@@ -188,13 +181,13 @@ def full_disk(here, quick):
     before, limits = {p: p.read_bytes() for p in run.glob("step_*")}, [4000, 100_000, 400_000]
     limits = limits if quick else limits + [*range(20_000, 600_000, 40_000)]
     for limit in limits:
-        code, said = call(train.main, training(here, run), here / "said", [(resource.RLIMIT_FSIZE, limit)])
+        code, said = call(train.main, training(here, run), here / "said", (resource.RLIMIT_FSIZE, limit))
         assert code in (1, 2) and "File too large" in last_line(said), (limit, code, said)
         assert all(p.read_bytes() == v for p, v in before.items()) and not list(run.glob(".*.tmp"))
     assert call(train.main, training(here, run), here / "said")[0] == 0 and state_of(run) == whole
     for limit in range(600, 12_000, 11_400 // len(limits) + 1):
         shutil.rmtree(out, ignore_errors=True)
-        code, said = call(dataloader.main, packing(here, out), here / "said", [(resource.RLIMIT_FSIZE, limit)])
+        code, said = call(dataloader.main, packing(here, out), here / "said", (resource.RLIMIT_FSIZE, limit))
         assert code == 2 and "File too large" in last_line(said) or code == 0, (limit, code, said)
         assert all(rows[k] == v for k, v in contents(out).items() if k != "manifest.json")
         assert not list(out.glob(".*.tmp")) and call(dataloader.main, packing(here, out), here / "said")[0] == 0
@@ -206,7 +199,7 @@ def memory(here, quick):
     """too little memory for a step (RLIMIT_AS)"""
     room = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024 + (400 << 20)
     flags = ["--batch-size", "8192", "--device-batch-size", "8192", "--tokens", "1e7"]
-    code, said = call(train.main, training(here, here / "m", *flags), here / "said", [(resource.RLIMIT_AS, room)])
+    code, said = call(train.main, training(here, here / "m", *flags), here / "said", (resource.RLIMIT_AS, room))
     assert code == 1 and "try --device-batch-size 4096" in last_line(said), said
     return last_line(said)
 
@@ -378,16 +371,7 @@ def case_flags(here, rng):
         train.main(argv)
 
 
-def all_flags():
-    """The actions of train.py's parser."""
-    made, parse = [], argparse.ArgumentParser.parse_args
-    argparse.ArgumentParser.parse_args = lambda self, argv=None: made.extend(self._actions)
-    train.parse_args([])
-    argparse.ArgumentParser.parse_args = parse
-    return [a for a in made if not {"--help", "--out", "--resume", "--data"} & set(a.option_strings)]
-
-
-ACTIONS = all_flags()
+ACTIONS = [a for a in all_flags() if not {"--help", "--out", "--resume", "--data"} & set(a.option_strings)]
 CASES = {"parquet": 250, "jsonl": 250, "zip": 200, "tokenizer": 300, "rows": 350, "checkpoint": 250, "config": 150,
          "flags": 400}  # fmt: skip
 
@@ -407,28 +391,29 @@ def judge(action):
         return traceback.format_exc()[-1500:]
 
 
+def judge_cases(here, kind, numbers):
+    with open(here / "judged", "w") as f:
+        for i in numbers:
+            signal.alarm(10)
+            result = judge(lambda: globals()[f"case_{kind}"](here, random.Random(f"{kind} {i}")))
+            print(json.dumps(result), file=f, flush=True)
+
+
 def mutations(here, quick):
     """seeded mutations of every input: refused in one line or the right result, within 10 s"""
     table, findings = {}, []
     for kind, count in CASES.items():
         count, at, seen = count // 20 if quick else count, 0, Counter()
-        while at < count:  # 50 cases a child: a crash or a hang of it costs one
-            read, write = os.pipe()
-            if not (pid := os.fork()):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-                for i in range(at, min(at + 50, count)):
-                    signal.alarm(10)
-                    result = judge(lambda: globals()[f"case_{kind}"](here, random.Random(f"{kind} {i}")))
-                    os.write(write, (json.dumps(result) + "\n").encode())
-                os._exit(0)
-            os.close(write)
-            with os.fdopen(read) as f:
-                results = [json.loads(line) for line in f]
-            if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-                results.append(f"ended by signal {-code}")  # SIGALRM, 14: more than 10 s
+        while at < count:  # 50 cases a process: a crash or a hang of it costs one
+            numbers = range(at, min(at + 50, count))
+            code, said = call(lambda numbers: judge_cases(here, kind, numbers), numbers, here / "said")
+            results = [json.loads(line) for line in (here / "judged").open()]
+            if code:  # -14, SIGALRM: more than 10 s
+                results.append(f"exit code {code}: {said[-1500:]}")
             for i, result in enumerate(results, at):
-                seen[result if result in ("right", "refused") else "findings"] += 1
-                findings += [f"{kind} {i}: {result}"] * (result not in ("right", "refused"))
+                fine = result in ("right", "refused")
+                seen[result if fine else "findings"] += 1
+                findings += [] if fine else [f"{kind} {i}: {result}"]
             at += len(results)
         table[kind] = dict(seen)
         print(f"  {kind}: {dict(seen)}", flush=True)

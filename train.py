@@ -2,13 +2,14 @@
 Trains a looped language model, or its flat baseline, on packed rows of tokens.
 
     python train.py                                                        # the small model, CPU
-    python train.py --preset parcae-140m --gain zoh --data data/fineweb-edu/packed-2048    # one GPU
-    torchrun --standalone --nproc_per_node=8 train.py --preset parcae-140m ...             # eight
+    python train.py --preset parcae-140m --gain zoh --data data/fineweb-edu-v32768/rows-2048-crop
+    torchrun --standalone --nproc_per_node=8 train.py --preset parcae-140m ...
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py ...
 
 What a step sees (rows, depths, initial states) is a function of (seed, step, sequence in the step), whatever the number
 of ranks and the micro-batch; --batch-size is the optimiser's batch, --device-batch-size only what memory allows.
-A run directory holds config.json, log.jsonl, the tokenizer and the checkpoints; `--resume` continues it.
+A run directory holds config.json, log.jsonl, the tokenizer and the checkpoints; `--resume` continues it. A finished run
+gets a line in results.tsv of the folder `runs` above it.
 """
 
 import argparse
@@ -697,7 +698,7 @@ def train(args, progress: dict) -> None:
         say(f"stopped after step {step} of {steps} and saved; the same command with --resume continues")
     else:
         result = evaluate(steps, depths, final=True)
-        if rank == 0:
+        if rank == 0 and first < steps:  # one line a run
             add_result(run, args, cfg, config, result, steps * B * T)
     if world > 1:
         dist.barrier()  # rank 0 may still be writing

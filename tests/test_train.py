@@ -155,6 +155,8 @@ def test_resumed_is_bitwise_uninterrupted(base, packed, tmp_path):
     go(packed, run, "--resume")
     assert log(run) == log(base)
     assert_identical(weights(run), weights(base))
+    go(packed, run, "--resume")  # a finished run: nothing is left to do
+    assert log(run) == log(base) and len((tmp_path / "results.tsv").read_text().splitlines()) == 2
 
 
 def assert_identical(a, b):

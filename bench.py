@@ -1,7 +1,6 @@
 """
 How fast a training step is, and where its time goes: `python bench.py`, some three minutes on two cores or one GPU;
-`torchrun --standalone --nproc_per_node=8 bench.py` on eight, each with as many rows, timed on the first. What it prints
-is a page: `python bench.py --rounds 40 > results/bench-cpu.md`.
+`torchrun --standalone --nproc_per_node=8 bench.py` on eight, timed on the first. The page goes to results/.
 
 All variants take the same batches and depths, round by round in turn; a step is forward, backward and optimiser on one
 micro-batch. ms: mean over the rounds; "over Euler": median of the rounds' ratios. MFU: against the device's dense bf16
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dataloader import fail, run_cli
+from dataloader import fail, run_cli, write_atomic
 from depth import sample_depths, sequence_key
 from model import PRESETS, Model
 from muon import MuonAdamW, all_gather, reduce_scatter
@@ -50,8 +49,7 @@ def random_batch(cfg, rows: int, step: int, device):
 def timed(work) -> float:  # seconds
     start = time.perf_counter()
     work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch.cuda.is_available() and torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -64,8 +62,7 @@ def step_times(kinds: dict, rows: int, rounds: int, device, dtype: str, rank: in
         model.to(device)
         model.dtype, model.loss_chunk = getattr(torch, dtype), 0 if gpu else 256
         opt = MuonAdamW(model.named_parameters(), model.muon_parameters(), rank=rank, world=world, compile=gpu)
-        if gpu:
-            model.compile_pieces()
+        gpu and model.compile_pieces()
         made[name] = model, opt, torch.cuda.memory_allocated() - before
     for r in range(-3, rounds):  # the first three warm up
         for name, (cfg, masked) in kinds.items():
@@ -75,13 +72,10 @@ def step_times(kinds: dict, rows: int, rounds: int, device, dtype: str, rank: in
                 (loss / batch[0].numel()).backward()
                 opt.step(1.0, 1.0, loss.detach()[None])
             others = torch.cuda.memory_allocated() - own
-            if gpu:
-                torch.cuda.reset_peak_memory_stats()
-            s = timed(step)
-            if r >= 0:
-                seconds[name].append(s)
+            gpu and torch.cuda.reset_peak_memory_stats()
+            seconds[name].append(timed(step))
             peak[name] = max(peak[name], torch.cuda.max_memory_allocated() - others)
-    return seconds, peak, *next(iter(made.values()))[:2]
+    return {name: s[3:] for name, s in seconds.items()}, peak, *next(iter(made.values()))[:2]
 
 
 def breakdown(m, opt, rows: int, rounds: int, device) -> dict[str, float]:
@@ -124,8 +118,7 @@ def main():
     if min(args.rounds, *args.rows) < 1 or flat not in PRESETS:
         fail(f"--rounds {args.rounds}, --rows {args.rows} or --preset {args.preset}: below 1, or without a Transformer")
     rank, world, device = distributed("cuda" if cuda else "cpu")
-    dtype = "bfloat16" if cuda else probe_dtype()[0]
-    chip = torch.cuda.get_device_name() if cuda else processor()
+    dtype, chip = ("bfloat16", torch.cuda.get_device_name()) if cuda else (probe_dtype()[0], processor())
     peak = next((v for k, v in PEAK.items() if k in chip), math.nan)
     kinds = {"Parcae Euler": (cfg, False), "Parcae ZOH": (replace(cfg, gain="zoh"), False),
              "Parcae Euler, fixed depth": (replace(cfg, sampling="fixed"), False),
@@ -144,11 +137,11 @@ def main():
                      f"| {causal:.3f} | {gib:.1f} |\n".replace("nan", "–"))  # fmt: skip
     text += f"\nWhere the time goes: Parcae Euler, {rows} rows, mean depth, parts alone.\n\n| part | ms |\n|---|---|\n"
     text += "".join(f"| {k} | {v:.1f} |\n" for k, v in breakdown(model, opt, rows, args.rounds, device).items())
-    text += f"\nLargest of 8 ranks' work over the mean, 256 rows a step, 1,000 steps: {imbalance(cfg):.4f}."
+    text += f"\nLargest of 8 ranks' work over the mean, 256 rows a step, 1,000 steps: {imbalance(cfg):.4f}.\n"
     if rank == 0:
         print(text)
-    if world > 1:
-        dist.destroy_process_group()
+        write_atomic(f"{sys.path[0]}/results/bench-{device.type}{f'-{world}-ranks' * (world > 1)}.md", text.encode())
+    world > 1 and dist.destroy_process_group()
 
 
 if __name__ == "__main__":

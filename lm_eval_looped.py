@@ -3,16 +3,15 @@ A run as a model of EleutherAI's harness, lm_eval (`pip install lm_eval`; tasks 
 
     python lm_eval_looped.py --model looped --model_args run=RUN,depth=8,batch=32 --tasks hellaswag,lambada_openai
 
-model_args: run, depth (default: the run's mu_rec), batch (sequences, 16), seed (of the initial states), add_bos_token
-(<|bos|> before each context; default False, as Parcae's authors have it). Encoding, windows and cropping are those of
-the harness' Hugging Face models; <|bos|> is what an empty context is replaced by.
+model_args: run, depth (default: mu_rec), batch (sequences, 16), seed (of initial states), add_bos_token (<|bos|> before
+each context; default False, as Parcae's authors have it). Encoding, windows and cropping are those of the harness'
+Hugging Face models; <|bos|> replaces an empty context.
 """
 
 import zlib
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from core_eval import open_run
@@ -23,15 +22,14 @@ from tokenizer_train import SPECIALS, encode
 
 try:
     from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
+    from lm_eval.api import model, registry
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as e:
     fail(f"{e}; pip install lm_eval")
 
 
-@register_model("looped")
-class Looped(TemplateLM):
+@registry.register_model("looped")
+class Looped(model.TemplateLM):
     eot_token_id = property(lambda self: self.stop[1])
     prefix_token_id = property(lambda self: self.stop[0])
 
@@ -41,13 +39,12 @@ class Looped(TemplateLM):
             fail(f"--model_args {unknown[0]} is not one of run, depth, batch, seed, add_bos_token")
         self._device = torch.device(device or "cuda" if torch.cuda.is_available() else "cpu")
         self.model, self.enc, _ = open_run(run, self._device)
-        cfg = self.model.cfg
-        depth = (cfg.mu_rec if depth is None else depth) if cfg.n_core else 0
-        for name, value, least in (("depth", depth, min(1, cfg.n_core)), ("batch", batch, 1), ("seed", seed, 0)):
-            if not (str(value).isdecimal() and int(value) >= least):
+        self.bos_first, self.max_length = add_bos_token, self.model.cfg.seq_len
+        depth = max(1, self.model.cfg.mu_rec) if depth is None else depth  # a flat model heeds none
+        for name, value, least in (("depth", depth, 1), ("batch", batch, 1), ("seed", seed, 0)):
+            if not str(value).isdecimal() or int(value) < least:
                 fail(f"{name}={value} must be a whole number from {least} on")
-        self.depth, self.batch, self.seed = int(depth), int(batch), int(seed)
-        self.bos_first, self.max_length = add_bos_token, cfg.seq_len
+            setattr(self, name, int(value))
         self.stop = [self.enc.encode_single_token(name) for name in SPECIALS]  # bos, eos, pad
 
     def tok_encode(self, string, add_special_tokens=True, **_):
@@ -61,17 +58,15 @@ class Looped(TemplateLM):
         """[(…, context, continuation)] -> [(log-probability of the continuation, whether it is the greedy one)]."""
         found = [None] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
-        batches = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
-        for some in tqdm(batches, desc="batches", disable=disable_tqdm):
+        for some in tqdm([order[i : i + self.batch] for i in range(0, len(order), self.batch)], disable=disable_tqdm):
             if (longest := max(len(requests[i][2]) for i in some)) > self.max_length:
                 fail(f"a continuation has {longest} tokens, the model's context {self.max_length}")
             rows = [torch.tensor(sum(requests[i][1:], [])[-self.max_length - 1 :]) for i in some]  # cropped on the left
-            ids = pad_sequence([row[:-1] for row in rows], batch_first=True).to(self._device)  # (B, T), inert padding
+            ids = torch.nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)  # (B, T), inert padding
             keys = torch.tensor([self.key(requests[i][1]) for i in some], device=self._device)
-            for i, row, h in zip(some, rows, self.model.hidden(ids, self.depth, keys)):  # (T, D)
-                first = len(row) - len(requests[i][2])
-                y = row[first:].to(self._device)  # (n,)
-                logits = self.model.head(h[first - 1 : len(row) - 1].float())  # (n, V)
+            for i, row, h in zip(some, rows, self.model.hidden(ids.to(self._device), self.depth, keys)):  # (T, D)
+                y = row[len(row) - len(requests[i][2]) :].to(self._device)  # (n,)
+                logits = self.model.head(h[: len(row) - 1][len(row) - 1 - len(y) :].float())  # (n, V)
                 found[i] = -F.cross_entropy(logits, y, reduction="sum").item(), bool((logits.argmax(-1) == y).all())
         return found
 
@@ -84,16 +79,14 @@ class Looped(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm=False):
         """Text up to the first of the strings `until` or a special token; greedy unless do_sample."""
-        out = []
+        out, law_of = [], ("temperature", "top_k", "top_p")
         for text, how in tqdm([request.args for request in requests], desc="texts", disable=disable_tqdm):
             until, most = how.get("until") or [], min(how.get("max_gen_toks", 256), self.max_length - 1)
             until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-            prompt = (self.tok_encode(text) or [self.prefix_token_id])[-(self.max_length - most) :]
-            settings = dict(tokens=most, stop=self.stop, temperature=0)
-            if how.get("do_sample"):
-                settings |= {"temperature": 1.0} | {k: how[k] for k in ("temperature", "top_k", "top_p") if k in how}
+            ids = (self.tok_encode(text) or [self.prefix_token_id])[-(self.max_length - most) :]
+            law = {k: how[k] for k in law_of if k in how} if how.get("do_sample") else {"temperature": 0}
             tokens, made = [], ""
-            for event in generate(self.model, [prompt], [self.key(prompt)], self.depth, **settings):
+            for event in generate(self.model, [ids], [self.key(ids)], self.depth, tokens=most, stop=self.stop, **law):
                 tokens += [token for token in event.values() if token not in self.stop]
                 made = self.enc.decode(tokens)
                 if any(stop in made for stop in until):

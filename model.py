@@ -16,7 +16,7 @@ To try another loop, edit `Model.inject` or `Model.core_step`.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -77,28 +77,25 @@ class ModelConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is not one of {', '.join(allowed)}")
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.type in (int, float)):
+            least = int(name in ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams", "rope_theta"))
+            if not least <= value < 1 << 31:
+                raise ValueError(f"{flag(name)} {value} is out of range: it must lie in [{least}, 2^31)")
         if self.n_core == 0:
             self.mu_rec = self.mu_bwd = 0
-        for name in ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams", "rope_theta"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
         if self.mechanism != "none" and self.n_core == 0:
             raise ValueError(f"--mechanism {self.mechanism} needs a loop, but --n-core is 0; try --n-core 1")
         if self.mechanism != "none" and self.granularity == "token":
-            raise ValueError(
-                f"--mechanism {self.mechanism} needs one depth a sequence and does not go with --granularity token; "
-                "try --granularity sequence"
-            )
+            raise ValueError(f"--mechanism {self.mechanism} excludes --granularity token; try --granularity sequence")
         if self.n_core and self.mu_rec < 1:
             raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
         self.mu_bwd = self.mu_bwd or math.ceil(self.mu_rec / 2)
         if self.mu_bwd > self.mu_rec:
             raise ValueError(f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}")
-        if rest := self.d_model % (2 * self.n_head):
-            better = self.d_model + 2 * self.n_head - rest
-            raise ValueError(
-                f"--d-model {self.d_model} is no even multiple of --n-head {self.n_head}; try --d-model {better}"
-            )
+        d, step = self.d_model, 2 * self.n_head
+        if d % step:
+            fits = d + step - d % step
+            raise ValueError(f"--d-model {d} is no even multiple of --n-head {self.n_head}; try --d-model {fits}")
         if not 0 < self.ssm_decay < 1:
             raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, both excluded")
 
@@ -477,8 +474,9 @@ class Model(nn.Module):
 
     def token_losses(self, h, ids, targets):
         """h_T (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
-        logits = self.head(self.after(h, ids)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        x, y = self.after(h, ids).flatten(0, 1), targets.flatten()
+        parts = zip(x.split(self.loss_chunk or len(x)), y.split(self.loss_chunk or len(x)))
+        return torch.cat([F.cross_entropy(self.head(a).float(), b, reduction="none") for a, b in parts]).view_as(ids)
 
     def head(self, x):
         """x (..., D) -> logits (..., V) in x's dtype."""

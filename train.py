@@ -126,9 +126,6 @@ def model_config(args) -> ModelConfig:
     given = {f: getattr(args, f) for f in preset if getattr(args, f) is not None}
     if "mu_rec" in given and "mu_bwd" not in given:
         preset["mu_bwd"] = 0  # half of mu_rec again, not of the preset's
-    for name, value in given.items():
-        if not isinstance(value, str) and not 0 <= value < 1 << 31:
-            fail(f"{flag(name)} {value} is out of range: it must lie in [0, 2^31)")
     settings = preset | given
     loop = {"gain", "injection", "mu_rec", "mu_bwd", "sampling", "granularity", "mechanism", "streams"}
     if settings["n_core"] == 0 and given.keys() & loop:

@@ -438,8 +438,9 @@ def test_chunked_loss_equals_the_plain_one(chunk):
     ids, targets, keys = batch()
     n, k = sample_depths(model.cfg, 0, 0, 6)
     want = model.loss(ids, targets, keys, n, k)[0] / 3
-    wanted = gradients(model, want)
+    wanted, tokens = gradients(model, want), model.losses(ids, targets, [4], keys)[4]
     model.loss_chunk = chunk
+    assert torch.allclose(model.losses(ids, targets, [4], keys)[4], tokens, atol=1e-5)
     got = model.loss(ids, targets, keys, n, k)[0] / 3
     assert abs(got - want) < 1e-5 * want
     assert_same_gradients(gradients(model, got), wanted)

@@ -8,7 +8,23 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-PY=${PY:-} # a Python with the dependencies; else .venv is made
+GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+if [ "$GPUS" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    GPUS=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[0-9GM]' || true) # indices or names
+fi
+PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo tiny)} # network and recipe, see PRESETS in model.py
+DATA=${DATA:-$([ "$GPUS" -gt 0 ] && echo fineweb-edu || echo stdlib)}   # stdlib, fineweb-edu, or a folder of texts
+GAINS=${GAINS:-euler zoh}                                               # one training each, matched in all else
+TOKENS=${TOKENS:-}                                                      # of each training (default: the preset's)
+NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 1))}                                # processes: one a GPU
+SEED=${SEED:-0}                                                         # of weights, row order, depths, initial states
+DEPTHS=${DEPTHS:-1,2,4,8,16}                                            # loops at which validation loss is measured
+RUN=${RUN:-$PRESET-$(basename "$DATA")-s$SEED}                          # results go to runs/$RUN
+LONG_DOCS=${LONG_DOCS:-$([ "$DATA" = stdlib ] && echo split || echo crop)} # crop, the paper's, drops 95 % of stdlib
+BUNDLE=${BUNDLE:-}                                                      # CORE task data: zip or folder (default: fetch)
+PROMPT=${PROMPT:-$([ "$DATA" = stdlib ] && echo 'def ' || echo The)}    # what the samples at the end begin with
+PY=${PY:-}                                                              # Python with the dependencies (default: .venv)
+
 say() { printf '\n[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
 
 if [ -z "$PY" ]; then
@@ -27,19 +43,6 @@ print(*p["dependencies"], *p["optional-dependencies"]["dev"], sep="\n")' >.venv/
     fi
 fi
 [ "${1:-}" = setup ] && exit 0
-
-GPUS=$("$PY" -c 'import torch; print(torch.cuda.device_count())') # those in CUDA_VISIBLE_DEVICES, if that is set
-PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo tiny)} # network and recipe, see PRESETS in model.py
-DATA=${DATA:-$([ "$GPUS" -gt 0 ] && echo fineweb-edu || echo stdlib)}   # stdlib, fineweb-edu, or a folder of texts
-GAINS=${GAINS:-euler zoh}                                               # one training each, matched in all else
-TOKENS=${TOKENS:-}                                                      # of each training (default: the preset's)
-NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 1))}                                # processes: one a GPU
-SEED=${SEED:-0}                                                         # of weights, row order, depths, initial states
-DEPTHS=${DEPTHS:-1,2,4,8,16}                                            # loops at which validation loss is measured
-RUN=${RUN:-$PRESET-$(basename "$DATA")-s$SEED}                          # results go to runs/$RUN
-LONG_DOCS=${LONG_DOCS:-$([ "$DATA" = stdlib ] && echo split || echo crop)} # crop, the paper's, drops 95 % of stdlib
-BUNDLE=${BUNDLE:-}                                                      # CORE task data: zip or folder (default: fetch)
-PROMPT=${PROMPT:-$([ "$DATA" = stdlib ] && echo 'def ' || echo The)}    # what the samples at the end begin with
 
 read -r VOCAB SEQ RECIPE_TOKENS < <("$PY" -c '
 import sys, train

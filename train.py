@@ -695,7 +695,7 @@ def train(args, progress: dict) -> None:
         say(f"stopped after step {step} of {steps} and saved; the same command with --resume continues")
     else:
         result = evaluate(steps, depths, final=True)
-        if rank == 0 and first < steps:  # one line a run
+        if rank == 0:
             add_result(run, args, cfg, config, result, steps * B * T)
     if world > 1:
         dist.barrier()  # rank 0 may still be writing
@@ -705,16 +705,16 @@ def train(args, progress: dict) -> None:
 
 
 def add_result(run: Path, args, cfg: ModelConfig, config: dict, result: dict, tokens: int) -> None:
-    """A line in results.tsv of the nearest folder named runs."""
+    """A line in results.tsv of the nearest folder named runs, unless a start before this one has written it."""
     table = next((p for p in run.absolute().parents if p.name == "runs"), run.parent) / "results.tsv"
     row = {"date": time.strftime("%Y-%m-%d %H:%M"), "run": str(run), "preset": args.preset, "gain": cfg.gain,
            "seed": args.seed, "params": config["params"], "tokens": tokens, "depth": cfg.mu_rec,
            "val_loss": f"{result['loss'][str(cfg.mu_rec)]:.6f}",
            "commit": (config["git"]["commit"] or "")[:10]}  # fmt: skip
-    with open(table, "a") as f:
-        if f.tell() == 0:
-            f.write("\t".join(row) + "\n")
-        f.write("\t".join(str(v) for v in row.values()) + "\n")
+    line, lines = [*map(str, row.values())], table.read_text(errors="replace").splitlines() if table.is_file() else []
+    if not any(old.split("\t")[1:-1] == line[1:-1] for old in lines):
+        with open(table, "a") as f:
+            f.writelines("\t".join(cells) + "\n" for cells in ([] if lines else [[*row]]) + [line])
 
 
 if __name__ == "__main__":

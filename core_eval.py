@@ -40,7 +40,7 @@ from checkpoint import load_run
 from dataloader import PackedData, fail, file_hash, first_line, run_cli, write_atomic
 from depth import SEED_EVAL, sequence_key
 from memory import branches
-from tokenizer_train import BOS, load_tokenizer, token_bytes, tokenizer_hash
+from tokenizer_train import BOS, load_tokenizer, token_bytes
 
 URL, CACHE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip", Path("data/eval_bundle.zip")
 NEAR = 1e-3  # nats
@@ -409,7 +409,7 @@ def evaluate(model, enc, panel, depths, seeds, entries, baselines="v1", device="
         return [prepare(task, panel, seed, enc, *where) for seed in ([1234] if fixed else seeds)]
     share = model.cfg.mechanism == "none"  # the others know no memory
     todo = [t for t in panel.tasks if t.label in panel.rows and not all(t.label in entries[d] for d in depths)]
-    texts = lambda task: min(panel.limit or 2**62, len(panel.rows[task.label])) * (1 + task.shots) * len(seeds)
+    texts = lambda task: min(panel.limit or math.inf, len(panel.rows[task.label])) * (1 + task.shots) * len(seeds)
     style = "{percentage:3.0f}% |{bar:40}| {elapsed} gone, {remaining} left"
     # None: disabled where stderr is no terminal
     bar = tqdm(total=sum(map(texts, todo)) + 1, disable=None if show else True, bar_format=style)
@@ -531,7 +531,7 @@ def open_run(run, device):
     mend = "import the weights again" if "imported" in config else f"copy {source} there"
     if not path.is_file():
         fail(f"no tokenizer at {path}; {mend}")
-    if tokenizer_hash(path) != known or (enc := load_tokenizer(path)).n_vocab != cfg.vocab_size:
+    if file_hash(path) != known or (enc := load_tokenizer(path)).n_vocab != cfg.vocab_size:
         fail(f"{path} is not the tokenizer the checkpoint was trained with; {mend}")
     return model, enc, config
 

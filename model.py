@@ -387,11 +387,11 @@ class Model(nn.Module):
     def run_blocks(self, x, first: int, ve: list, memory=None):
         """Unique layers from `first` on, applied to x (B, T, D); ve: value-table rows (B, T, D) or None for each.
 
-        memory, for text that comes piece by piece (sample.py): at (B, T) are the positions of x's tokens, and
-        attend(layer, q, k, v) takes the place of attention within x.
+        memory, for text that comes piece by piece (sample.py): at (B, T) are the positions of x's tokens, rotary their
+        rows of cos and sin, and attend(layer, q, k, v) takes the place of attention within x.
         """
-        at = slice(x.size(1)) if memory is None else memory.at
-        cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)
+        cos, sin = (self.cos[: x.size(1)], self.sin[: x.size(1)]) if memory is None else memory.rotary
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         for i, v in enumerate(ve, first):
             x = self.blocks[i](x, cos, sin, v, attend if memory is None else functools.partial(memory.attend, i))
         return x
@@ -413,6 +413,8 @@ class Model(nn.Module):
     def encode(self, ids, memory=None):
         """ids (B, T) -> e (B, T, D), the prelude's output."""
         n = self.cfg.n_prelude
+        if memory is not None:  # once, not at every loop
+            memory.rotary = self.cos[memory.at].to(self.dtype), self.sin[memory.at].to(self.dtype)
         x = self.run_blocks(self.wte(ids).to(self.dtype), 0, self.values(ids, 0, n), memory)
         return x if self.norm_e is None else self.norm_e(x)
 

@@ -235,7 +235,6 @@ def how_deep(args, model):
 
 def main():
     args = parse_args()
-    sys.stdout.reconfigure(errors="replace")
     model, enc, config = open_run(args.run, torch.device(args.device))  # on a CPU activations are float32
     for name, p in model.named_parameters():  # cast once what every use would cast; the rest is used in float32
         p.data = p.data.to(model.dtype) if name.endswith("weight") else p.data

@@ -28,7 +28,6 @@ PATTERN = (
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"  # punctuation, line ends, white space
 )
 PIECE = 65_536  # characters given to the regex engine at once: it overflows its stack on a run of 1M blanks
-tokenizer_hash = file_hash  # packed data and checkpoints name their tokenizer by it
 
 
 def encoding(data):
@@ -164,7 +163,7 @@ def main(argv=None):
     if len(ranks) + len(SPECIALS) < args.vocab_size:
         fail(f"{args.data} yields only {len(ranks) + len(SPECIALS)} tokens; give more text or a smaller --vocab-size")
     save_tokenizer(args.out, ranks)
-    print(f"{args.out}: {args.vocab_size:,} entries in {time.time() - start:.1f} s, {tokenizer_hash(args.out)[:12]}")
+    print(f"{args.out}: {args.vocab_size:,} entries in {time.time() - start:.1f} s, {file_hash(args.out)[:12]}")
     val = [text for text in texts(val_unit[1], "val", holdout, Counter())][:1000]
     print_compression(load_tokenizer(args.out), train, val)
 

@@ -413,6 +413,14 @@ def prepare_run(args, config: dict, any_dtype: bool) -> Path | None:
     return newest
 
 
+def finished(run: Path, steps: int, depths: list[int]) -> bool:
+    """Whether the log ends with the final validation, at these depths."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+        return last.get("final") is True and last["step"] == steps and last["loss"].keys() == {*map(str, depths)}
+    return False
+
+
 class Log:
     """Rank 0's record of a run: log.jsonl with every step, lines or a progress bar on the screen, optionally wandb."""
 
@@ -539,13 +547,14 @@ def train(args, progress: dict) -> None:
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         **environment(),
     }
-    told = [prepare_run(args, config, any_dtype), config["dtype"]] if rank == 0 else [None, None]
+    run, depths, told = Path(args.out), [int(d) for d in args.eval_depths.split(",")], [None, None, False]
+    if rank == 0:
+        told = [prepare_run(args, config, any_dtype), config["dtype"], finished(run, steps, depths)]
     if world > 1:
         dist.broadcast_object_list(told)
-    newest, dtype = told
+    newest, dtype, done = told
     why = why if dtype == args.dtype else "as the run began"
     args.dtype = dtype
-    run = Path(args.out)
 
     # 2. model and optimiser
     B, T = args.batch_size, cfg.seq_len
@@ -560,6 +569,9 @@ def train(args, progress: dict) -> None:
     opt = MuonAdamW(model.named_parameters(), set() if adamw else model.muon_parameters(), args.muon_lr, args.adam_lr,
                     weight_decay=args.weight_decay, clip=args.clip, rank=rank, world=world, compile=compiled, **adamw)
     first = restore(newest, model, opt) if newest else 0
+    if done and first == steps:
+        say(f"{run} is finished: all {steps} steps, and its validation")
+        return dist.destroy_process_group() if world > 1 else None
     if args.loss_chunk is None:  # a quarter of a GPU's memory for a micro-batch's logits and their gradient is too much
         large = 4 * args.device_batch_size * T * cfg.vocab_size
         room = torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 0
@@ -579,7 +591,6 @@ def train(args, progress: dict) -> None:
 
     # 3. what will happen
     local, micro = B // world, args.device_batch_size
-    depths = [int(d) for d in args.eval_depths.split(",")]
     enc = load_tokenizer(data.folder / "tokenizer.json")
     sizes = torch.from_numpy(token_bytes(enc)).to(device)
     panel = core_eval.open_panel(args.bundle, limit=CORE_EXAMPLES, rank=rank, world=world) if args.core_every else None
@@ -705,16 +716,16 @@ def train(args, progress: dict) -> None:
 
 
 def add_result(run: Path, args, cfg: ModelConfig, config: dict, result: dict, tokens: int) -> None:
-    """A line in results.tsv of the nearest folder named runs, unless a start before this one has written it."""
+    """A line in results.tsv of the nearest folder named runs."""
     table = next((p for p in run.absolute().parents if p.name == "runs"), run.parent) / "results.tsv"
     row = {"date": time.strftime("%Y-%m-%d %H:%M"), "run": str(run), "preset": args.preset, "gain": cfg.gain,
            "seed": args.seed, "params": config["params"], "tokens": tokens, "depth": cfg.mu_rec,
            "val_loss": f"{result['loss'][str(cfg.mu_rec)]:.6f}",
            "commit": (config["git"]["commit"] or "")[:10]}  # fmt: skip
-    line, lines = [*map(str, row.values())], table.read_text(errors="replace").splitlines() if table.is_file() else []
-    if not any(old.split("\t")[1:-1] == line[1:-1] for old in lines):
-        with open(table, "a") as f:
-            f.writelines("\t".join(cells) + "\n" for cells in ([] if lines else [[*row]]) + [line])
+    with open(table, "a") as f:
+        if f.tell() == 0:
+            f.write("\t".join(row) + "\n")
+        f.write("\t".join(map(str, row.values())) + "\n")
 
 
 if __name__ == "__main__":

@@ -669,13 +669,14 @@ def test_download_resumes_and_is_checked(tmp_path, capsys):
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, enc, net):
     """A run directory as train.py leaves it, and a bundle."""
-    from tokenizer_train import save_tokenizer, tokenizer_hash
+    from dataloader import file_hash
+    from tokenizer_train import save_tokenizer
 
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "r"
     path.mkdir()
     save_tokenizer(path / "tokenizer.json", [enc.decode_single_token_bytes(i) for i in range(enc.n_vocab - 3)])
-    token = {"path": "data/tokenizer.json", "sha256": tokenizer_hash(path / "tokenizer.json")}
+    token = {"path": "data/tokenizer.json", "sha256": file_hash(path / "tokenizer.json")}
     config = {"args": {}, "model": vars(net.cfg), "tokenizer": token, "dtype": "bfloat16", "data": {"path": "x"}}
     (path / "config.json").write_text(json.dumps(config))
     torch.save({"step": 3, "model": net.state_dict()}, path / "step_0000003.pt")

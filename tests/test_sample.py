@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from core_eval import open_run
+from dataloader import file_hash
 from depth import SEED_EVAL, sequence_key
 from memory import Memory
 from model import PRESETS, Model
 from sample import NEVER, collect, generate, main, pick, read
-from tokenizer_train import load_tokenizer, save_tokenizer, tokenizer_hash
+from tokenizer_train import load_tokenizer, save_tokenizer
 
 SMALL = dict(vocab_size=64, seq_len=12, d_model=16, n_head=2, d_mlp=24, mu_bwd=0)
 SHAPES = {name: dataclasses.replace(cfg, **SMALL) for name, cfg in PRESETS.items()}
@@ -166,7 +167,7 @@ def call(tmp_path, monkeypatch):
     Path("run").mkdir()
     save_tokenizer("run/tokenizer.json", [bytes([i]) for i in range(256)])
     torch.save({"model": make(cfg, torch.float32).state_dict()}, "run/step_0000001.pt")
-    tokenizer = {"path": "elsewhere", "sha256": tokenizer_hash("run/tokenizer.json")}
+    tokenizer = {"path": "elsewhere", "sha256": file_hash("run/tokenizer.json")}
     config = {"model": dataclasses.asdict(cfg), "tokenizer": tokenizer, "data": {"path": "rows"}}
     Path("run/config.json").write_text(json.dumps(config))
     return lambda *words: (monkeypatch.setattr(sys, "argv", ["sample.py", "run", *words]), main())
@@ -196,7 +197,7 @@ def test_rates_are_of_tokens_after_the_first(drawn, says, call, capsys, monkeypa
 
 @pytest.mark.parametrize("tokenizer, length", [(None, 12), (None, 13), ("another", 12)])
 def test_a_study_writes_its_three_files_or_refuses_other_data(tokenizer, length, call, capsys, monkeypatch):
-    sha256 = tokenizer or tokenizer_hash("run/tokenizer.json")
+    sha256 = tokenizer or file_hash("run/tokenizer.json")
     data = SimpleNamespace(folder="rows", seq_len=length, manifest={"tokenizer_sha256": sha256}, rows=lambda split: 3)
     data.get = lambda split, ids: np.random.default_rng(0).integers(0, 256, (len(ids), length + 1))
     monkeypatch.setattr("sample.PackedData", lambda path: data)

@@ -157,8 +157,9 @@ def test_resumed_is_bitwise_uninterrupted(base, packed, tmp_path):
     go(packed, run, "--resume")
     assert log(run) == log(base)
     assert_identical(weights(run), weights(base))
-    go(packed, run, "--resume")  # a finished run: nothing is left to do
-    assert log(run) == log(base) and len((tmp_path / "results.tsv").read_text().splitlines()) == 2
+    lines, table = ((path, path.read_text()) for path in (run / "log.jsonl", tmp_path / "results.tsv"))
+    assert "is finished" in go(packed, run, "--resume", ranks=2).stdout  # and nothing is done again
+    assert lines[0].read_text() == lines[1] and table[0].read_text() == table[1] and table[1].count("\n") == 2
 
 
 def assert_identical(a, b):

@@ -19,14 +19,12 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import math
 import re
 import shutil
 import sys
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -37,22 +35,12 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from dataloader import PackedData
-from looped.console import DAMAGE, Parser, fail, first_line, positive_int, run_cli
-from looped.core_prompts import OPTIONS, Encoder, begins, crop, line_encoder, questions
-from looped.core_tasks import (
-    BUNDLE,
-    LAMBADA,
-    PANELS,
-    TASKS,
-    TITLES,
-    Task,
-    fetch_bundle,
-    open_bundle,
-    own_task,
-    parse_rows,
-)
-from looped.files import file_hash, write_atomic
-from looped.machine import Place, distributed, to_device
+from looped.console import Parser, fail, first_line, positive_int, run_cli
+from looped.core_prompts import EncodedTask, Example, Row, encode_task, line_encoder
+from looped.core_results import ODD, describe, earlier, save, summarise, task_entry
+from looped.core_tasks import BUNDLE, PANELS, Panel, open_panel, own_task
+from looped.files import file_hash
+from looped.machine import HERE, Place, distributed, to_device
 from looped.randomness import SEED_EVAL, sequence_key
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
@@ -61,151 +49,8 @@ from model import load_run
 # Whose rules, and the default seeds. nanochat's answers are Parcae's at its only seed.
 PROTOCOLS = {"parcae": "1234,2345,3456", "nanochat": "1234", "dclm": "1234"}
 SHOT_SEED = 1234  # of dclm's shots, whatever --seeds
-HERE = Place(0, 1, torch.device("cpu"))
 NEAR = 1e-3  # nats
-ODD = {  # what is counted of a task's examples, and how it is said
-    "near_ties": "near ties",
-    "cropped": "prompts cropped",
-    "cut": "answers cut",
-    "empty": "empty spans",
-    "not_prefix": "prompts no prefix, counted wrong",
-}
 COLUMNS = ["answer", "correct", "nats", *ODD]  # of an example's result
-
-# -- the panel -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Panel:
-    """Tasks to be scored by one protocol's rules, and their rows."""
-
-    name: str
-    protocol: str  # parcae, dclm or lambada
-    limit: int | None  # examples a task
-    tasks: list[Task]  # of these, those of PANELS[name] are averaged
-    rows: dict[str, list[dict]] = field(default_factory=dict)  # by label
-    missing: dict[str, str] = field(default_factory=dict)  # label -> why it cannot be run
-    sha256: str | None = None  # of the bundle
-
-
-def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Panel:
-    """The panel with its rows, from a bundle; own: further tasks, with files of their own."""
-    files, sha256 = open_bundle(path)
-    files |= {task.file: Path(task.file).read_bytes() for task in own}
-    panel = Panel(name, protocol, limit, [*PANELS[name], *own], sha256=sha256)
-    for task in panel.tasks:
-        if task.file not in files:
-            panel.missing[task.label] = f"{task.file} is not there"
-            continue
-        with_category = task.by_category and protocol == "dclm"
-        rows = parse_rows(files[task.file], task, with_category)
-        n = min(len(rows), limit or len(rows))
-        # dclm takes fewer shots rather than fail
-        needed = 0 if protocol in ("dclm", "lambada") else task.shots
-        if n > needed:
-            panel.rows[task.label] = rows
-        else:
-            why = f"{task.shots} shots need more than the {n} examples of {task.file}"
-            panel.missing[task.label] = why
-    if not any(task.label in panel.rows for task in PANELS[name]):
-        advice = "give the zip, or the folder it holds, with --bundle PATH"
-        fail(f"{path} has no task of {TITLES[name]}; {advice}")
-    return panel
-
-
-def open_panel(bundle, name="core", protocol="parcae", limit=None, own=(), rank=0, world=1):
-    """load_panel; of the public bundle, fetched once, if none is given. Every rank calls it."""
-    if not bundle and not BUNDLE.is_file() and rank == 0:
-        fetch_bundle()
-    if world > 1:
-        dist.barrier()
-    return load_panel(bundle or BUNDLE, name, protocol, limit, own)
-
-
-# -- a task as rows of tokens ----------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Span:
-    """Scored tokens of a row. Options that are the same share one."""
-
-    positions: range  # whose next tokens they are
-    targets: np.ndarray  # (len(positions),) they themselves
-
-
-@dataclass
-class Row:
-    """What is fed to the model."""
-
-    example: int
-    tokens: np.ndarray
-    spans: list[Span]
-
-
-@dataclass
-class Example:
-    number: int
-    gold: int  # the right option; lm: 1; -1: none is
-    spans: list[Span | None]  # of each option; None: nothing is scored
-    odd: set[str]
-
-
-@dataclass
-class EncodedTask:
-    """A task with its shots of one seed."""
-
-    task: Task
-    protocol: str
-    groups: np.ndarray  # (n,) of all examples
-    examples: list[Example]  # of this rank
-    rows: list[Row]
-
-
-def lay_out(number, cropped) -> tuple[list[Row], list[Span | None]]:
-    """Rows and spans of an example from its options' (tokens, positions). The model is causal and
-    all options start from the same states: one that is the beginning of another takes no row."""
-    rows = []
-    spans = [None] * len(cropped)
-    known = {}
-    longest_first = sorted(range(len(cropped)), key=lambda i: -len(cropped[i][0]))
-    for i in longest_first:
-        tokens, positions = cropped[i]
-        if not positions:
-            continue
-        same = positions.start, tokens.tobytes()
-        if same not in known:
-            fed = tokens[: positions.stop]
-            home = next((row for row in rows if begins(row.tokens, fed)), None)
-            if home is None:
-                home = Row(number, fed, [])
-                rows.append(home)
-            known[same] = Span(positions, tokens[positions.start + 1 :])
-            home.spans.append(known[same])
-        spans[i] = known[same]
-    return rows, spans
-
-
-def encode_task(task, panel, seed, text: Encoder, context, place=HERE) -> EncodedTask:
-    """Renders and tokenises this rank's share of a task's examples; context: tokens that the model
-    reads."""
-    protocol = panel.protocol
-    asked = questions(task, panel.rows[task.label], protocol, panel.limit, seed)
-    groups = np.array([question.group for question in asked])
-    work = EncodedTask(task, protocol, groups, [], [])
-    for number in range(place.rank, len(asked), place.world):
-        options = OPTIONS[protocol](task, asked[number], text)
-        gold = asked[number].row.get("gold", 1) if options else -1
-        odd = set() if options else {"not_prefix"}
-        cropped = []
-        for option in options:
-            tokens, positions, strange = crop(option, context, task, protocol)
-            cropped.append((tokens, positions))
-            odd |= strange
-        rows, spans = lay_out(number, cropped)
-        work.rows += rows
-        work.examples.append(Example(number, gold, spans, odd))
-    return work
-
 
 # -- scoring ---------------------------------------------------------------------------------------
 
@@ -429,115 +274,6 @@ def quick_score(model, enc, panel: Panel, place: Place) -> dict:
     depth = model.cfg.mu_rec
     entries = evaluate(model, enc, panel, Settings([depth], [1234], place))
     return summarise(panel, entries[depth])["aggregate"]
-
-
-# -- results ---------------------------------------------------------------------------------------
-
-
-def centred(accuracy: float, chance: float) -> float:
-    """0 where guessing is (chance in %), 1 where all answers are right."""
-    chance /= 100
-    return (accuracy - chance) / (1 - chance)
-
-
-def spread(per_seed: dict) -> dict:
-    """Mean and population standard deviation over seeds."""
-    if not per_seed:
-        return {"mean": None, "std": None, "per_seed": {}}
-    values = list(per_seed.values())
-    return {"mean": float(np.mean(values)), "std": float(np.std(values)), "per_seed": per_seed}
-
-
-def accuracy(correct, groups) -> float:
-    """A float32 mean, as in the public evaluators; with categories (dclm), the plain mean of
-    theirs."""
-    means = []
-    for group in range(groups.max() + 1):
-        part = correct[groups == group]
-        means.append(np.float32(part.sum()) / np.float32(len(part)))
-    return float(np.mean(means, dtype=np.float64))
-
-
-def task_entry(work: EncodedTask, results: dict, baselines: str) -> dict:
-    """The record of a task at one depth, from {seed: result}."""
-    chance = work.task.chance[baselines]
-    accuracies = {seed: accuracy(r["correct"], work.groups) for seed, r in results.items()}
-    entry = {
-        "accuracy": spread(accuracies),
-        "centered": spread({seed: centred(a, chance) for seed, a in accuracies.items()}),
-        "n": len(work.groups),
-    }
-    for name in ODD:
-        entry[name] = int(sum(result[name].sum() for result in results.values()))
-    if work.protocol == "lambada":
-        nats = {seed: torch.tensor(result["nats"].mean()) for seed, result in results.items()}
-        entry["perplexity"] = spread({seed: mean.exp().item() for seed, mean in nats.items()})
-    return entry
-
-
-def average(title: str, tasks: list[Task], entries: dict) -> dict:
-    """The unweighted mean of the centred scores, seed by seed; called by its title only if no task
-    is missing."""
-    scores = [entries[t.label]["centered"]["per_seed"] for t in tasks if t.label in entries]
-    if len(scores) < len(tasks):
-        title = f"{len(scores)} of the {len(tasks)} tasks of {title}"
-    means = {}
-    for seed in scores[0] if scores else ():
-        means[seed] = float(np.mean([score[seed] for score in scores]))
-    return {"name": title, **spread(means), "tasks_done": len(scores), "tasks_total": len(tasks)}
-
-
-def averages(name: str, tasks: list[Task], entries: dict) -> dict:
-    """{group: mean} of the tasks grouped by their "category" or "family"."""
-    groups = defaultdict(list)
-    for task in tasks:
-        groups[getattr(task, name)].append(task)
-    found = [average(title, members, entries) for title, members in groups.items()]
-    return {a["name"]: a["mean"] for a in found if a["tasks_done"]}
-
-
-def summarise(panel: Panel, entries: dict) -> dict:
-    """Entries of the tasks at one depth -> the record of that depth."""
-    cut = f", at most {panel.limit} examples a task" if panel.limit else ""
-    tasks = PANELS[panel.name]
-    total = average(TITLES[panel.name] + cut, tasks, entries)
-    record = {"aggregate": total, "tasks": entries}
-    if panel.name == "lambada":
-        total |= entries.get(LAMBADA.label, {}).get("perplexity", {})
-        return record
-    if panel.name == "core-extended":
-        record["core"] = average("CORE" + cut, TASKS[:22], entries)
-    record["categories_fine"] = averages("category", TASKS[:22], entries)
-    record["categories_ext"] = averages("family", tasks, entries)
-    return record
-
-
-def save(path, header: dict, records: dict) -> None:
-    write_atomic(path, json.dumps({**header, "depths": records}, indent=1).encode())
-
-
-def earlier(path, header: dict):
-    """-> {depth: {label: entry}} of an earlier start with the same settings, else {}, and what is
-    wrong with it."""
-    if not path.is_file():
-        return {}, ""
-    try:
-        old = json.loads(path.read_text(encoding="utf-8"))
-        settings = [name for name in header if name not in ("date", "command", "missing")]
-        differ = [name for name in settings if old[name] != header[name]]
-        if differ:
-            return {}, f"was made with another {', '.join(differ)}"
-        return {int(depth): record["tasks"] for depth, record in old["depths"].items()}, ""
-    except DAMAGE as e:
-        return {}, f"is damaged ({first_line(e)})"
-
-
-def describe(label: str, entry: dict) -> str:
-    """The line on the screen for a task."""
-    score = "{mean:.4f} ± {std:.4f}".format(**entry["accuracy"])
-    over_chance = entry["centered"]["mean"]
-    notes = ", ".join(f"{entry[name]} {text}" for name, text in ODD.items() if entry[name])
-    return f"{label:33} {score}  centred {over_chance:+.4f}  n {entry['n']:5d}  {notes}"
 
 
 # -- the program -----------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from looped.core_tasks import Task
+from looped.core_tasks import Panel, Task
+from looped.machine import HERE, Place
 from looped.tokenizer import BOS, PATTERN
 
 # -- which rows, after which shots -----------------------------------------------------------------
@@ -238,3 +239,90 @@ def crop(option: Option, context: int, task: Task, protocol: str):
     if not positions:
         odd.add("empty")
     return tokens, positions, odd
+
+
+# -- a task as rows of tokens ----------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Span:
+    """Scored tokens of a row. Options that are the same share one."""
+
+    positions: range  # whose next tokens they are
+    targets: np.ndarray  # (len(positions),) they themselves
+
+
+@dataclass
+class Row:
+    """What is fed to the model."""
+
+    example: int
+    tokens: np.ndarray
+    spans: list[Span]
+
+
+@dataclass
+class Example:
+    number: int
+    gold: int  # the right option; lm: 1; -1: none is
+    spans: list[Span | None]  # of each option; None: nothing is scored
+    odd: set[str]
+
+
+@dataclass
+class EncodedTask:
+    """A task with its shots of one seed."""
+
+    task: Task
+    protocol: str
+    groups: np.ndarray  # (n,) of all examples
+    examples: list[Example]  # of this rank
+    rows: list[Row]
+
+
+def lay_out(number, cropped) -> tuple[list[Row], list[Span | None]]:
+    """Rows and spans of an example from its options' (tokens, positions). The model is causal and
+    all options start from the same states: one that is the beginning of another takes no row."""
+    rows = []
+    spans = [None] * len(cropped)
+    known = {}
+    longest_first = sorted(range(len(cropped)), key=lambda i: -len(cropped[i][0]))
+    for i in longest_first:
+        tokens, positions = cropped[i]
+        if not positions:
+            continue
+        same = positions.start, tokens.tobytes()
+        if same not in known:
+            fed = tokens[: positions.stop]
+            home = next((row for row in rows if begins(row.tokens, fed)), None)
+            if home is None:
+                home = Row(number, fed, [])
+                rows.append(home)
+            known[same] = Span(positions, tokens[positions.start + 1 :])
+            home.spans.append(known[same])
+        spans[i] = known[same]
+    return rows, spans
+
+
+def encode_task(
+    task: Task, panel: Panel, seed, text: Encoder, context, place: Place = HERE
+) -> EncodedTask:
+    """Renders and tokenises this rank's share of a task's examples; context: tokens that the model
+    reads."""
+    protocol = panel.protocol
+    asked = questions(task, panel.rows[task.label], protocol, panel.limit, seed)
+    groups = np.array([question.group for question in asked])
+    work = EncodedTask(task, protocol, groups, [], [])
+    for number in range(place.rank, len(asked), place.world):
+        options = OPTIONS[protocol](task, asked[number], text)
+        gold = asked[number].row.get("gold", 1) if options else -1
+        odd = set() if options else {"not_prefix"}
+        cropped = []
+        for option in options:
+            tokens, positions, strange = crop(option, context, task, protocol)
+            cropped.append((tokens, positions))
+            odd |= strange
+        rows, spans = lay_out(number, cropped)
+        work.rows += rows
+        work.examples.append(Example(number, gold, spans, odd))
+    return work

@@ -11,8 +11,10 @@ import hashlib
 import json
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch.distributed as dist
 
 from looped.console import DAMAGE, fail, first_line, outside
 from looped.corpus import GivenUpError, fetch, persistently
@@ -255,3 +257,53 @@ def open_bundle(path) -> tuple[dict[str, bytes], str]:
         files[short] = content
         origin[short] = name
     return files, digest
+
+
+# -- the panel -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Panel:
+    """Tasks to be scored by one protocol's rules, and their rows."""
+
+    name: str
+    protocol: str  # parcae, dclm or lambada
+    limit: int | None  # examples a task
+    tasks: list[Task]  # of these, those of PANELS[name] are averaged
+    rows: dict[str, list[dict]] = field(default_factory=dict)  # by label
+    missing: dict[str, str] = field(default_factory=dict)  # label -> why it cannot be run
+    sha256: str | None = None  # of the bundle
+
+
+def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Panel:
+    """The panel with its rows, from a bundle; own: further tasks, with files of their own."""
+    files, sha256 = open_bundle(path)
+    files |= {task.file: Path(task.file).read_bytes() for task in own}
+    panel = Panel(name, protocol, limit, [*PANELS[name], *own], sha256=sha256)
+    for task in panel.tasks:
+        if task.file not in files:
+            panel.missing[task.label] = f"{task.file} is not there"
+            continue
+        with_category = task.by_category and protocol == "dclm"
+        rows = parse_rows(files[task.file], task, with_category)
+        n = min(len(rows), limit or len(rows))
+        # dclm takes fewer shots rather than fail
+        needed = 0 if protocol in ("dclm", "lambada") else task.shots
+        if n > needed:
+            panel.rows[task.label] = rows
+        else:
+            why = f"{task.shots} shots need more than the {n} examples of {task.file}"
+            panel.missing[task.label] = why
+    if not any(task.label in panel.rows for task in PANELS[name]):
+        advice = "give the zip, or the folder it holds, with --bundle PATH"
+        fail(f"{path} has no task of {TITLES[name]}; {advice}")
+    return panel
+
+
+def open_panel(bundle, name="core", protocol="parcae", limit=None, own=(), rank=0, world=1):
+    """load_panel; of the public bundle, fetched once, if none is given. Every rank calls it."""
+    if not bundle and not BUNDLE.is_file() and rank == 0:
+        fetch_bundle()
+    if world > 1:
+        dist.barrier()
+    return load_panel(bundle or BUNDLE, name, protocol, limit, own)

@@ -45,6 +45,9 @@ class Place(NamedTuple):
         return self.device.type == "cuda"
 
 
+HERE = Place(0, 1, torch.device("cpu"))  # one process
+
+
 def pick_device(name: str) -> str:
     """The device that `auto` means here: an NVIDIA GPU, an Apple GPU, or the CPU."""
     if name != "auto":

@@ -26,6 +26,7 @@ from slow_core import slow_rendered, slow_task  # noqa: E402
 import core_eval as ce  # noqa: E402
 from looped.console import run_cli  # noqa: E402
 from looped.core_prompts import line_encoder  # noqa: E402
+from looped.core_tasks import load_panel  # noqa: E402
 from looped.tokenizer import load_tokenizer  # noqa: E402
 from model import PRESETS, Model, load_run  # noqa: E402
 
@@ -101,7 +102,7 @@ def main():
         enc = load_tokenizer(args.tokenizer)
         model = random_model(enc, args.seq_len)
     settings = ce.Settings(args.depth, [1234], budget=args.budget)
-    panel = ce.load_panel(args.bundle, args.panel, args.protocol, args.max_per_task)
+    panel = load_panel(args.bundle, args.panel, args.protocol, args.max_per_task)
     total = Counter()
     for task in panel.tasks:
         if task.label in panel.rows:

@@ -149,9 +149,9 @@ def make_rows(kind, n, seed=0, category=False):
 
 def small_core():
     """Every CORE file, 14 rows each: enough for ten shots."""
-    import core_eval
+    from looped.core_tasks import TASKS
 
-    return {t.file: make_rows(t.kind, 14, seed=t.index) for t in core_eval.TASKS[:22]}
+    return {t.file: make_rows(t.kind, 14, seed=t.index) for t in TASKS[:22]}
 
 
 def gradients(model, loss):

@@ -42,11 +42,11 @@ import numpy as np
 import torch
 from helpers import command, documents, naive_pack, write_parquet
 
-import core_eval
 import dataloader
 import train
 from looped import checkpoint, tokenizer
 from looped.console import run_cli
+from looped.core_tasks import load_panel
 from looped.files import file_hash, write_checked
 from looped.machine import Place, git, machine_name
 from model import PRESETS, load_run, parameter_count
@@ -430,7 +430,7 @@ def hostile(here, quick):
         info.external_attr = 0o120777 << 16 if name == link else 0
         with zipfile.ZipFile(here / "evil.zip", "w") as archive:
             archive.writestr(info, "/etc/passwd")
-        code, said = call(core_eval.load_panel, here / "evil.zip", here / "said")
+        code, said = call(load_panel, here / "evil.zip", here / "said")
         assert code == 2 and says(said, ""), said
     payload = Payload(f"touch {here}/pwned")
     torch.save({"step": 1, "model": payload}, here / "evil.pt")

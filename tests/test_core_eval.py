@@ -25,7 +25,7 @@ from slow_core import slow_examples, slow_rendered, slow_shots, slow_task
 import core_eval as ce
 from dataloader import PackedData
 from looped import core_prompts as prompts
-from looped import core_tasks
+from looped import core_results, core_tasks
 from looped.core_tasks import Task
 from looped.files import file_hash
 from looped.machine import Place
@@ -108,7 +108,7 @@ def task_of(kind, shots=2, delimiter=" ", label="made", by_category=False):
 
 
 def panel_of(task, rows, protocol="parcae", limit=None):
-    return ce.Panel("core", protocol, limit, [task], rows={task.label: rows})
+    return core_tasks.Panel("core", protocol, limit, [task], rows={task.label: rows})
 
 
 def answers_of(model, enc, task, rows, protocol="parcae", *, seed=1234, depths=(2,), **more):
@@ -143,20 +143,22 @@ LOG = """
 
 
 def test_core_of_a_public_log():
-    panel = ce.Panel("core", "parcae", None, core_tasks.PANELS["core"])
+    panel = core_tasks.Panel("core", "parcae", None, core_tasks.PANELS["core"])
     for version, core, digits in (("v1", 0.119520, 6), ("v2", 0.0950, 4)):
         entries = {}
         for i, (task, accuracy) in enumerate(zip(panel.tasks, LOG.split())):
-            score = ce.centred(float(accuracy), task.chance[version])
-            entries[task.label] = {"centered": ce.spread({"1": score, "2": score + i % 3})}
-        total = ce.summarise(panel, entries)["aggregate"]
+            score = core_results.centred(float(accuracy), task.chance[version])
+            entries[task.label] = {
+                "centered": core_results.spread({"1": score, "2": score + i % 3})
+            }
+        total = core_results.summarise(panel, entries)["aggregate"]
         assert total["name"] == "CORE"
         assert round(total["per_seed"]["1"], digits) == core
         other = core + 21 / 22  # a deviation is the population's, and that of the means
         assert total["std"] == pytest.approx((other - core) / 2)
         assert total["tasks_done"] == 22
     del entries["copa"]
-    record = ce.summarise(panel, entries)
+    record = core_results.summarise(panel, entries)
     assert record["aggregate"]["name"] == "21 of the 22 tasks of CORE"
     assert "2 of the 3 tasks of commonsense reasoning" in record["categories_fine"]
 
@@ -365,7 +367,7 @@ def test_an_interrupt_does_not_wait_for_the_next_tasks_texts(enc, monkeypatch):
     go = threading.Event()
     tasks = [task_of("mc", 0), task_of("mc", 0, label="next")]
     rows = make_rows("mc", 3)
-    panel = ce.Panel("core", "parcae", None, tasks, rows={"made": rows, "next": rows})
+    panel = core_tasks.Panel("core", "parcae", None, tasks, rows={"made": rows, "next": rows})
     real = ce.encode_task
 
     def encode(task, *args):
@@ -535,7 +537,7 @@ def test_lambada_perplexity_is_that_of_the_slow_sum(enc, net):
         {"context": "the cat sat on", "continuation": "bread "},
         {"context": "saw a dog ", "continuation": " barn"},
     ]
-    panel = ce.Panel(
+    panel = core_tasks.Panel(
         "lambada", "lambada", None, [core_tasks.LAMBADA], rows={"lambada_openai": rows}
     )
     found, nats = entry_of(net, enc, panel, 3, (7,)), 0.0
@@ -547,7 +549,7 @@ def test_lambada_perplexity_is_that_of_the_slow_sum(enc, net):
         logp = net.head(hidden).log_softmax(-1)[0]
         for t in range(start, len(whole)):
             nats -= logp[t - 1, whole[t]].item()
-    total = ce.summarise(panel, {"lambada_openai": found})["aggregate"]["mean"]
+    total = core_results.summarise(panel, {"lambada_openai": found})["aggregate"]["mean"]
     assert total == found["perplexity"]["mean"]
     assert total == pytest.approx(math.exp(nats / 2), rel=1e-5)
 
@@ -575,7 +577,7 @@ def test_a_diverged_model_has_no_score(enc, capsys):
         refused(capsys, action, "depth 2 is not finite")
     rows = [{"context": "the", "continuation": "cat"}]
     hopeless = prefer(enc, ("the", " dog"), strength=1e3)
-    panel = ce.Panel(
+    panel = core_tasks.Panel(
         "lambada", "lambada", None, [core_tasks.LAMBADA], rows={"lambada_openai": rows}
     )
     found = entry_of(hopeless, enc, panel)  # e^2000 nats
@@ -592,7 +594,7 @@ def test_zip_and_folder_are_the_same_and_lines_end_at_newline_only(tmp_path):
     with zipfile.ZipFile(whole) as z:
         z.extractall(tmp_path)
     places = (whole, tmp_path, tmp_path / "eval_bundle", tmp_path / "eval_bundle/eval_data")
-    panels = [ce.load_panel(place) for place in places]
+    panels = [core_tasks.load_panel(place) for place in places]
     for panel in panels:
         assert panel.rows == panels[0].rows
         assert not panel.missing
@@ -607,13 +609,13 @@ def test_what_cannot_be_run_is_named(tmp_path, capsys):
     files["reading_comprehension/squad.jsonl"] = files["reading_comprehension/squad.jsonl"][:10]
     files["world_knowledge/jeopardy_all.jsonl"] = make_rows("lm", 14, category=True)
     path = write_bundle(tmp_path / "b.zip", files)
-    missing = ce.load_panel(path).missing
+    missing = core_tasks.load_panel(path).missing
     assert set(missing) == {"copa", "squad"}
     assert missing["copa"] == "commonsense_reasoning/copa.jsonl is not there"
     assert "10 shots need more than the 10" in missing["squad"]
-    assert set(ce.load_panel(path, protocol="dclm").missing) == {"copa"}
-    assert "boolq" in ce.load_panel(path, limit=10).missing
-    assert "boolq" not in ce.load_panel(path, limit=11).missing
+    assert set(core_tasks.load_panel(path, protocol="dclm").missing) == {"copa"}
+    assert "boolq" in core_tasks.load_panel(path, limit=10).missing
+    assert "boolq" not in core_tasks.load_panel(path, limit=11).missing
 
 
 def test_damaged_bundles_are_refused_in_one_line(tmp_path, capsys):
@@ -623,17 +625,17 @@ def test_damaged_bundles_are_refused_in_one_line(tmp_path, capsys):
     flipped[2000] ^= 255
     (tmp_path / "flip.zip").write_bytes(flipped)
     for name in ("cut.zip", "flip.zip"):
-        action = lambda: ce.load_panel(tmp_path / name)  # noqa: B023, E731
+        action = lambda: core_tasks.load_panel(tmp_path / name)  # noqa: B023, E731
         refused(capsys, action, name, "not a usable zip")
-    refused(capsys, lambda: ce.load_panel(tmp_path / "no.zip"), "--bundle")
+    refused(capsys, lambda: core_tasks.load_panel(tmp_path / "no.zip"), "--bundle")
     (tmp_path / "empty").mkdir()
     said = "has no task of CORE", "--bundle"
-    refused(capsys, lambda: ce.load_panel(tmp_path / "empty"), *said)
+    refused(capsys, lambda: core_tasks.load_panel(tmp_path / "empty"), *said)
     for copy_of in ("a", "b"):
         (tmp_path / "twice" / copy_of / "world_knowledge").mkdir(parents=True)
         (tmp_path / "twice" / copy_of / "world_knowledge" / "arc_easy.jsonl").write_text("{}")
     said = "two files world_knowledge/arc_easy.jsonl", "twice/a/", "twice/b/"
-    refused(capsys, lambda: ce.load_panel(tmp_path / "twice"), *said)
+    refused(capsys, lambda: core_tasks.load_panel(tmp_path / "twice"), *said)
 
 
 QUESTION = '"query": "q", "choices": ["a", "b"]'
@@ -657,7 +659,7 @@ def test_bad_lines_are_named_by_file_and_number(tmp_path, capsys, line, said):
     line = line if isinstance(line, bytes) else line.encode()
     content = f'{{{QUESTION}, "gold": 1}}\n\n'.encode() + line + b"\n"
     path = write_bundle(tmp_path / "b.zip", {name: content})
-    refused(capsys, lambda: ce.load_panel(path), f"{name}, line 3", said)
+    refused(capsys, lambda: core_tasks.load_panel(path), f"{name}, line 3", said)
 
 
 def test_dclm_needs_the_categories_of_its_tasks(tmp_path, capsys):
@@ -665,9 +667,9 @@ def test_dclm_needs_the_categories_of_its_tasks(tmp_path, capsys):
     for given, said in (({}, "is missing"), ({"category": 3}, "is 3")):
         rows = [{"context": "c", "continuation": "d"} | given] * 14
         path = write_bundle(tmp_path / "b.zip", {name: rows})
-        action = lambda: ce.load_panel(path, protocol="dclm")  # noqa: B023, E731
+        action = lambda: core_tasks.load_panel(path, protocol="dclm")  # noqa: B023, E731
         refused(capsys, action, f"{name}, line 1", "category must be a text", said)
-        assert "jeopardy" in ce.load_panel(path).rows  # the others do not read it
+        assert "jeopardy" in core_tasks.load_panel(path).rows  # the others do not read it
 
 
 def test_download_resumes_and_is_checked(tmp_path, capsys, monkeypatch):
@@ -930,7 +932,7 @@ def test_user_mistakes_end_in_one_line(run, start, tmp_path, capsys):
 @pytest.mark.skipif("EVAL_BUNDLE" not in os.environ, reason="EVAL_BUNDLE is not set")
 @pytest.mark.parametrize("protocol", ["parcae", "dclm"])
 def test_every_real_task_parses_and_renders(enc, protocol):
-    panel = ce.load_panel(os.environ["EVAL_BUNDLE"], "core-extended", protocol)
+    panel = core_tasks.load_panel(os.environ["EVAL_BUNDLE"], "core-extended", protocol)
     assert len(panel.rows) >= 44
     text = prompts.line_encoder(enc)
     for task in panel.tasks:

@@ -29,10 +29,11 @@ import core_eval
 import train
 from dataloader import PackedData
 from looped.checkpoint import write_checkpoint
+from looped.core_tasks import load_panel
 from looped.depth import sample_depths
 from looped.endings import explain
 from looped.files import file_hash, read_checked, write_checked
-from looped.machine import Place, environment
+from looped.machine import HERE, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
 from looped.tokenizer import load_tokenizer, save_tokenizer
@@ -214,8 +215,8 @@ def test_core_in_training_is_core_eval_of_the_weights_then(base, packed, tmp_pat
     for path in run.glob("step_*12.pt*"):
         path.unlink()
     model, enc = load_run(run)[0], load_tokenizer(run / "tokenizer.json")
-    panel = core_eval.load_panel(bundle, limit=train.CORE_EXAMPLES)
-    settings = core_eval.Settings([8], [1234], Place(0, 1, torch.device("cpu")))
+    panel = load_panel(bundle, limit=train.CORE_EXAMPLES)
+    settings = core_eval.Settings([8], [1234], HERE)
     entries = core_eval.evaluate(model, enc, panel, settings)
     assert len(entries[8]) == 22
     want = core_eval.summarise(panel, entries[8])["aggregate"]
@@ -565,7 +566,7 @@ def test_memory_probe_shrinks_to_what_fits_and_refuses_what_was_asked_for(capsys
     model.init_weights(0)
     model.is_compiled = True  # or nothing is tried on a CPU
     optimizer = Optimizer([(AdamW(), list(model.named_parameters()))])
-    place = Place(0, 1, torch.device("cpu"))
+    place = HERE
 
     def fit(rows, batch, given=False):
         args = argparse.Namespace(device_batch_size=rows, batch_size=batch, loss_chunk=None)
@@ -585,7 +586,7 @@ def test_default_data_whose_making_was_cut_off_is_made_again(packed, tmp_path, m
         write_checked(out / "manifest.json", whole)
 
     monkeypatch.setattr(train, "prepare_stdlib", make)
-    place = Place(0, 1, torch.device("cpu"))
+    place = HERE
     for complete in (False, True):
         write_checked(folder / "manifest.json", whole | {"complete": complete})
         assert train.open_data(train.parse_args([]), NETWORK, place).rows("train")

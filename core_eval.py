@@ -70,7 +70,8 @@ class Settings:
 @contextlib.contextmanager
 def exact_products(device):
     """float32 products in full, not in TF32. On a CPU each core takes batches of its own: such
-    small products gain little from a split."""
+    small products gain little from a split.
+    """
     tf32 = torch.backends.cuda.matmul.allow_tf32
     threads = torch.get_num_threads()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -84,7 +85,8 @@ def exact_products(device):
 
 def token_scores(model, x, targets):
     """x (s, D) normed states -> (3, s) of the tokens that come next: loss in nats, whether it is
-    the greedy token, and its logit's lead over the best other one."""
+    the greedy token, and its logit's lead over the best other one.
+    """
     logits = model.head(x.float()).float()  # (s, V)
     loss = F.cross_entropy(logits, targets, reduction="none")
     greedy = logits.argmax(-1) == targets
@@ -97,7 +99,8 @@ def token_scores(model, x, targets):
 @torch.inference_mode()
 def score_batch(model, task, depths, seed, device, batch: list[Row]):
     """-> (depths, 3, S): token_scores of the scored tokens, row by row, span by span. Right padding
-    is inert, as all is causal."""
+    is inert, as all is causal.
+    """
     width = max(len(row.tokens) for row in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.int64)  # (B, T)
     at = []
@@ -175,7 +178,8 @@ def decide_lm(example: Example, scores: dict) -> Answer:
 def decide(example: Example, scores: dict, protocol) -> Answer:
     """The option of least mean loss, by Python's min and index: the first of equals; a NaN, the
     mean of an empty span, wins in first place and loses elsewhere. dclm compares float32
-    exponentials, which tie where losses may not."""
+    exponentials, which tie where losses may not.
+    """
     means = {None: math.nan}
     for span in filter(None, example.spans):
         means[span] = scores[span][0].mean().item()
@@ -226,7 +230,8 @@ def one_ahead(function, items):
 
 def score_task(model, works: list[EncodedTask], settings: Settings) -> dict[int, dict]:
     """A task, encoded for each seed -> {depth: entry}. A model without a loop has no random states:
-    with equal shots the first seed stands for all."""
+    with equal shots the first seed stands for all.
+    """
     found = {depth: {} for depth in settings.depths}
     for seed, work in zip(settings.seeds, works):
         first = seed == settings.seeds[0]
@@ -345,7 +350,8 @@ def open_run(run, device):
 
 def validation(model, enc, config, settings: Settings) -> dict:
     """Loss over all packed validation rows, with the initial states of the run's own evaluations
-    -> {depth: record}."""
+    -> {depth: record}.
+    """
     data = PackedData(config["data"]["path"])
     of_run = data.manifest["tokenizer_sha256"] == config["tokenizer"]["sha256"]
     if not of_run or data.seq_len > model.cfg.seq_len:
@@ -367,7 +373,8 @@ def validation(model, enc, config, settings: Settings) -> dict:
 
 def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     """-> {depth: record}; what an earlier start has finished is kept, and every task is saved as
-    soon as it is done."""
+    soon as it is done.
+    """
     rank, world, _ = settings.place
     protocol = "parcae" if args.protocol == "nanochat" else args.protocol
     if args.panel == "lambada":

@@ -1,13 +1,15 @@
-"""Text in, rows of tokens out: packing, and the stream of training sequences. Documents come from looped/corpus.py.
+"""Text in, rows of tokens out: packing, and the stream of training sequences. Documents come from
+looped/corpus.py.
 
     python dataloader.py stdlib --out data/stdlib                      # offline corpus: this Python's standard library
     python dataloader.py download --out data/fineweb-edu --shards 240  # FineWeb-Edu: shards 0 to 239 and validation
     python dataloader.py pack --data data/stdlib --tokenizer data/tokenizer.json --seq-len 256 --out data/packed
 
-Packing (BestFit-Crop, arXiv 2404.10830): a row is seq_len + 1 tokens; each document follows a BOS, so every row begins
-with one; of a buffer of 1,000 documents the longest that still fits is placed, and when none fits the shortest is
-cropped to fill the row. No padding. The stream of training sequences is a pure function of (packed data, seed, index),
-a keyed permutation worked out by arithmetic: the same for any number of ranks, and resuming is just a number.
+Packing (BestFit-Crop, arXiv 2404.10830): a row is seq_len + 1 tokens; each document follows a BOS,
+so every row begins with one; of a buffer of 1,000 documents the longest that still fits is placed,
+and when none fits the shortest is cropped to fill the row. No padding. The stream of training
+sequences is a pure function of (packed data, seed, index), a keyed permutation worked out by
+arithmetic: the same for any number of ranks, and resuming is just a number.
 """
 
 import ctypes
@@ -68,7 +70,9 @@ class Job:
 
 
 def pieces(ids, settings):
-    """A document's tokens as the packer takes them, each piece after a BOS: whole, or split into rows and a rest."""
+    """A document's tokens as the packer takes them, each piece after a BOS: whole, or split into
+    rows and a rest.
+    """
     size = settings.seq_len if settings.long_docs == "split" else len(ids)
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
@@ -104,7 +108,9 @@ def best_fit(documents, row):
 
 
 def npy_header(rows, row):
-    """The head of a .npy file of uint16 rows: 128 bytes for any number, so that it can be written last."""
+    """The head of a .npy file of uint16 rows: 128 bytes for any number, so that it can be written
+    last.
+    """
     head = io.BytesIO()
     shape = {"descr": "<u2", "fortran_order": False, "shape": (rows, row)}
     np.lib.format.write_array_header_1_0(head, shape)
@@ -112,7 +118,9 @@ def npy_header(rows, row):
 
 
 def pack_shard(folder, job, settings):
-    """The files of a job -> a .npy file of rows in the folder; returns its entry in the manifest, a dict."""
+    """The files of a job -> a .npy file of rows in the folder; returns its entry in the manifest, a
+    dict.
+    """
     enc = load_tokenizer(folder / "tokenizer.json")
     row = settings.seq_len + 1
     counts = Counter()
@@ -154,7 +162,9 @@ def pack_shard(folder, job, settings):
 
 
 def still_good(path, entry, job, row):
-    """Is a shard of an earlier run whole on disk, and of a source of the same content, or one deleted since?"""
+    """Is a shard of an earlier run whole on disk, and of a source of the same content, or one
+    deleted since?
+    """
     if entry["source"] != job.source or not path.exists():
         return False
     if path.stat().st_size != 128 + 2 * entry["rows"] * row:
@@ -164,7 +174,9 @@ def still_good(path, entry, job, row):
 
 
 def plan(args):
-    """The Settings and the jobs that the flags ask for, validation first: training needs it from the start."""
+    """The Settings and the jobs that the flags ask for, validation first: training needs it from
+    the start.
+    """
     enc = load_tokenizer(args.tokenizer)
     if enc.n_vocab > 65_536:
         fail(
@@ -233,8 +245,9 @@ def count_targets(folder, entry, vocab_size):
 
 
 def unigram_entropy(folder, entries, vocab_size):
-    """Nats per validation target under the frequencies of the training tokens (+1 smoothed; 100M suffice): the line
-    that any model must beat."""
+    """Nats per validation target under the frequencies of the training tokens (+1 smoothed; 100M
+    suffice): the line that any model must beat.
+    """
     targets = count_targets(folder, entries[0], vocab_size)
     law = np.ones(vocab_size)
     for entry in entries[1:]:
@@ -274,7 +287,9 @@ def worker_pool(n):
 
 
 def pack_jobs(pool, workers, folder, jobs, settings):
-    """Yields the manifest's entry of each job in order. A job begins when its files are there and one of the workers is free."""
+    """Yields the manifest's entry of each job in order. A job begins when its files are there and
+    one of the workers is free.
+    """
     jobs = deque(jobs)
     running = deque()
 
@@ -317,7 +332,9 @@ def pack(args):
         files = [job.file for job in jobs]
 
         def listed():
-            """The shards up to the first that is missing: no file that is being replaced, and none out of order."""
+            """The shards up to the first that is missing: no file that is being replaced, and none
+            out of order.
+            """
             return [good[file] for file in takewhile(good.get, files)]
 
         if missing:
@@ -362,8 +379,8 @@ def mix(x, key):
 def permute(index, n, key):
     """Where a keyed permutation of 0 … n-1 sends the given indices.
 
-    A Feistel network on the next power of two (each half is altered by a function of the other, so it is one-to-one),
-    repeated until the image is below n.
+    A Feistel network on the next power of two (each half is altered by a function of the other, so
+    it is one-to-one), repeated until the image is below n.
     """
     bits = (n - 1).bit_length()
     shift = np.uint64((bits + 1) // 2)
@@ -384,11 +401,15 @@ def permute(index, n, key):
 
 
 class PackedData:
-    """A folder written by pack, memory-mapped: rows by id, and the seeded order in which training visits them."""
+    """A folder written by pack, memory-mapped: rows by id, and the seeded order in which training
+    visits them.
+    """
 
     def __init__(self, folder, wait_s=PATIENCE, check=(0, 0)):
-        """wait_s: seconds that a stream still being packed may stand still before the program gives up. check = (i, n):
-        verify the checksums of every n-th shard from the i-th on, not only of the validation rows."""
+        """wait_s: seconds that a stream still being packed may stand still before the program gives
+        up. check = (i, n): verify the checksums of every n-th shard from the i-th on, not only of
+        the validation rows.
+        """
         self.folder = Path(folder)
         self.wait_s = wait_s
         self.check = check
@@ -434,7 +455,9 @@ class PackedData:
         return rows
 
     def _wait(self, split, i):
-        """Until row i is there or all is packed; ends the program where no shard comes for wait_s seconds."""
+        """Until row i is there or all is packed; ends the program where no shard comes for wait_s
+        seconds.
+        """
         while i >= self.rows(split) and not self.manifest["complete"]:
             what = f"data: row {i:,} for {split}, from pack --stream to {self.folder}"
             wait_until(partial(self._grown, len(self.maps)), self.wait_s, what)
@@ -459,8 +482,10 @@ class PackedData:
         return out
 
     def stream_ids(self, seed, start, count):
-        """Row ids of the training sequences start … start + count - 1. An epoch visits every row once: in one seeded
-        order of all rows, or, for a stream, shard after shard, each in its own order. Waits for rows not packed yet."""
+        """Row ids of the training sequences start … start + count - 1. An epoch visits every row
+        once: in one seeded order of all rows, or, for a stream, shard after shard, each in its own
+        order. Waits for rows not packed yet.
+        """
         ids = np.empty(count, np.int64)
         done = 0
         while done < count:
@@ -478,7 +503,9 @@ class PackedData:
         return ids
 
     def sha256(self):
-        """Names the data of a run: tokenizer, packing, rows (of a stream: validation and first shard)."""
+        """Names the data of a run: tokenizer, packing, rows (of a stream: validation and first
+        shard).
+        """
         m = self.manifest
         train = m["train"][:1] if m["shuffle"] == "shard" else m["train"]
         hashes = [entry["sha256"] for entry in (m["val"], *train)]

@@ -38,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from looped.checkpoint import newest_checkpoint, read_checkpoint
+from looped.checkpoint import MISFIT, newest_checkpoint, read_checkpoint, same_settings
 from looped.console import first_line, flag
 from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, mean_loops, training_plan
 from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
@@ -225,7 +225,9 @@ class ConcatInjection(AddInjection):
 
 
 class RawInjection(AddInjection):
-    """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): e steers the branch, but is not written."""
+    """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): e steers the branch, but is not
+    written.
+    """
 
     def finish(self, x, inputs):
         return x - inputs.write
@@ -984,23 +986,8 @@ def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
         model = Model(cfg)
         model.load_state_dict(state["model"])
         model.dtype = dtype or getattr(torch, config.get("dtype", "float32"))
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:
+    except MISFIT as e:
         raise ValueError(
             f"{run}/config.json and {path.name} do not fit ({first_line(e)})"
         ) from None
     return model.to(device).eval(), cfg, config | {"checkpoint": path.name}
-
-
-def same_settings(state: dict, cfg: ModelConfig) -> None:
-    """ValueError where the settings a checkpoint was made with are not these."""
-    old = state.get("config")
-    if old is None:
-        return
-    differing = []
-    for known in fields(ModelConfig):
-        was = old.get(known.name, known.default)
-        now = getattr(cfg, known.name)
-        if was != now:
-            differing.append(f"{known.name} {was} (here {now})")
-    if differing:
-        raise ValueError(", ".join(differing))

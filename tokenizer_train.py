@@ -3,10 +3,10 @@
     python tokenizer_train.py --data data/stdlib --vocab-size 4096 --out data/tokenizer.json
     python tokenizer_train.py --data data/fineweb-edu --vocab-size 32768 --out data/tokenizer.json  # 2B characters
 
-Text is cut into words by a GPT-4-style pattern with digit groups of at most two and no normalisation; merges never
-cross words. The three specials are the last ids and count inside the vocabulary. No validation document is trained on.
-Of a document the first 10,000 characters are used. The file's form: looped/tokenizer.py.
-Source: byte-pair encoding, arXiv 1508.07909.
+Text is cut into words by a GPT-4-style pattern with digit groups of at most two and no
+normalisation; merges never cross words. The three specials are the last ids and count inside the
+vocabulary. No validation document is trained on. Of a document the first 10,000 characters are
+used. The file's form: looped/tokenizer.py. Source: byte-pair encoding, arXiv 1508.07909.
 """
 
 import time
@@ -23,7 +23,9 @@ DOC_CHARS = 10_000  # used of a document
 
 
 def train_bpe(documents, vocab_size):
-    """The token bytes by id, specials apart, and the trainer's own encoder, from an iterator of clean texts."""
+    """The token bytes by id, specials apart, and the trainer's own encoder, from an iterator of
+    clean texts.
+    """
     import rustbpe
 
     trainer = rustbpe.Tokenizer()

@@ -19,16 +19,11 @@ import faulthandler
 import gc
 import math
 import os
-import re
-import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import time
 import zlib
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +32,8 @@ import torch.distributed as dist
 
 import core_eval
 from dataloader import PackedData
-from looped.checkpoint import join_writer, read_checkpoint, save_checkpoint
+from looped.announce import announce, choices_made, result_row, run_config
+from looped.checkpoint import MISFIT, join_writer, restore, save_checkpoint
 from looped.console import (
     Parser,
     fail,
@@ -49,23 +45,19 @@ from looped.console import (
     positive_int,
     run_cli,
 )
+from looped.core_tasks import open_panel
+from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths
-from looped.endings import explain
+from looped.endings import catch_signals, explain, stop_diverged
 from looped.files import file_hash, read_checked
-from looped.machine import (
-    DEVICES,
-    Place,
-    best_dtype,
-    distributed,
-    environment,
-    to_device,
-)
-from looped.memory import MemoryFit, fit_memory, largest_part
+from looped.machine import DEVICES, Place, best_dtype, distributed, leave, to_device
+from looped.memory import fit_memory
 from looped.randomness import SEED_STATE, sequence_key
 from looped.run_directory import RunLog, add_result, begun_dtype, is_finished, prepare_run
+from looped.settings import DEVICE_BATCH, FINAL_DEPTHS, eval_depths, ramp_steps, settle
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
-from model import CHOICES, PRESETS, Model, ModelConfig, load_run, parameter_count, same_settings
+from model import CHOICES, PRESETS, Model, ModelConfig, load_run, parameter_count
 from muon import AdamW, Muon, Optimizer, Rates
 
 
@@ -80,9 +72,8 @@ class Recipe:
     optimizer: str = "muon"
     warmup: float = 0
     cooldown: float = 0.5
-    momentum_warmup: int = (
-        300  # the paper's table prints 0.95 throughout; its authors' code has this
-    )
+    # the paper's table prints a momentum of 0.95 throughout; its authors' code has this rise
+    momentum_warmup: int = 300  # steps
     eval_tokens: float = 10.5e6
 
 
@@ -111,8 +102,6 @@ RECIPES = {
         tokens=30e6, batch_size=16, adam_lr=1e-3, muon_lr=0, optimizer="adamw", warmup=50, eval_tokens=400e3
     ),
 }  # fmt: skip
-DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for
-FINAL_DEPTHS = "1,2,4,8,16"
 CORE_EXAMPLES = 32  # a task of --core-every; ten-shot tasks need 11
 COMPILE_STEPS = 5000  # from which compiling, some minutes, pays on a CPU (LOG.md)
 BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
@@ -150,62 +139,83 @@ OPTIMIZERS = {"muon": muon_groups, "adamw": adamw_groups}
 def parse_args(argv=None):
     parser = Parser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--preset", default="nano", choices=PRESETS, help="network and recipe (default: %(default)s)")
+    add("--preset", default="nano", choices=PRESETS,
+        help="network and recipe (default: %(default)s)")
     add_network_flags(parser)
 
     add = parser.add_argument_group("run").add_argument
     add("--out", help="run directory (default: runs/PRESET-GAIN-sSEED)")
-    add("--data", help="folder of packed rows, from dataloader.py pack (default: Python's own library)")
+    add("--data",
+        help="folder of packed rows, from dataloader.py pack (default: Python's own library)")
     add("--seed", type=non_negative_int, default=0,
         help="of weights, row order, depths and initial states (default: %(default)s)")
     add("--tokens", type=positive_float, help="training tokens (default: the recipe's)")
-    add("--flops", type=positive_float, help="training FLOPs; sets --tokens by the model's FLOPs per token")
-    add("--stop-at", type=positive_int, help="save and stop after this step; the schedule is unchanged")
+    add("--flops", type=positive_float,
+        help="training FLOPs; sets --tokens by the model's FLOPs per token")
+    add("--stop-at", type=positive_int,
+        help="save and stop after this step; the schedule is unchanged")
     add("--init-from", help="run whose newest weights to begin with: new optimiser, step 0")
     add("--resume", action="store_true", help="continue the run directory if it exists")
     add("--save-every", type=positive_int, default=1000,
         help="steps between checkpoints; the newest two stay (default: %(default)s)")
-    add("--keep-every", type=non_negative_int, default=0, help="steps between checkpoints that stay (default: none)")
+    add("--keep-every", type=non_negative_int, default=0,
+        help="steps between checkpoints that stay (default: none)")
     add("--log-every", type=positive_int, default=10,
         help="steps between lines on the screen; log.jsonl has every step (default: %(default)s)")
     add("--wandb", action="store_true", help="also log to Weights & Biases, if installed")
 
     add = parser.add_argument_group("optimiser").add_argument
-    add("--batch-size", type=positive_int, help="sequences per optimiser step (default: the recipe's)")
+    add("--batch-size", type=positive_int,
+        help="sequences per optimiser step (default: the recipe's)")
     add("--optimizer", choices=OPTIMIZERS,
-        help="muon: Muon for the blocks' matrices, AdamW for the rest; adamw: AdamW without epsilon, updates clipped "
-             "by tensor, for all (default: the recipe's)")
-    add("--muon-lr", type=non_negative_float, help="peak learning rate of the matrices (default: the recipe's)")
-    add("--adam-lr", type=non_negative_float, help="peak learning rate of the rest (default: the recipe's)")
+        help="muon: Muon for the blocks' matrices, AdamW for the rest; adamw: AdamW for all, without "
+             "epsilon, updates clipped by tensor (default: the recipe's)")
+    add("--muon-lr", type=non_negative_float,
+        help="peak learning rate of the matrices (default: the recipe's)")
+    add("--adam-lr", type=non_negative_float,
+        help="peak learning rate of the rest (default: the recipe's)")
     add("--warmup", type=non_negative_float,
-        help="learning rates rise from 0 over this first fraction of the run (at most 1) or number of steps (default: "
-             "the recipe's)")
+        help="learning rates rise from 0 over this first fraction of the run (at most 1) or number "
+             "of steps (default: the recipe's)")
     add("--cooldown", type=non_negative_float,
-        help="learning rates fall to 0 over this last fraction of the run (at most 1) or number of steps (default: the "
-             "recipe's)")
+        help="learning rates fall to 0 over this last fraction of the run (at most 1) or number of "
+             "steps (default: the recipe's)")
     add("--momentum-warmup", type=non_negative_int,
-        help="steps over which Muon's momentum rises from 0.85 to 0.95; 0: 0.95 throughout (default: the recipe's)")
-    add("--weight-decay", type=non_negative_float, help="Muon's, cautious, falling linearly to 0 (default: 0.2)")
-    add("--clip", type=positive_float, default=1.0, help="largest norm of the gradient (default: %(default)s)")
+        help="steps over which Muon's momentum rises from 0.85 to 0.95; 0: 0.95 throughout "
+             "(default: the recipe's)")
+    add("--weight-decay", type=non_negative_float,
+        help="Muon's, cautious, falling linearly to 0 (default: 0.2)")
+    add("--clip", type=positive_float, default=1.0,
+        help="largest norm of the gradient (default: %(default)s)")
 
     add = parser.add_argument_group("evaluation").add_argument
-    add("--eval-every", type=non_negative_int, default=0, help="steps between validations (default: a fifth of the run)")
+    add("--eval-every", type=non_negative_int, default=0,
+        help="steps between validations (default: a fifth of the run)")
     add("--eval-tokens", type=positive_float, help="validation tokens (default: the recipe's)")
     add("--eval-depths",
-        help="depths of every validation, e.g. 1,4,8; each costs its loops again (default: mu_rec in training, "
-             f"{FINAL_DEPTHS} at its end)")
-    add("--core-every", type=non_negative_int, default=0, help="steps between reduced CORE panels (default: none)")
-    add("--bundle", help="CORE task data, a zip or folder (default: data/eval_bundle.zip, fetched once)")
+        help="depths of every validation, e.g. 1,4,8; each costs its loops again (default: mu_rec in "
+             f"training, {FINAL_DEPTHS} at its end)")
+    add("--core-every", type=non_negative_int, default=0,
+        help="steps between reduced CORE panels (default: none)")
+    add("--bundle",
+        help="CORE task data, a zip or folder (default: data/eval_bundle.zip, fetched once)")
 
-    add = parser.add_argument_group("machine", "none of these changes a result beyond rounding").add_argument
-    add("--device", default="auto", choices=DEVICES, help="auto: an NVIDIA GPU, else an Apple GPU, else the CPU")
+    unchanged = "none of these changes a result beyond rounding"
+    add = parser.add_argument_group("machine", unchanged).add_argument
+    add("--device", default="auto", choices=DEVICES,
+        help="auto: an NVIDIA GPU, else an Apple GPU, else the CPU")
     add("--device-batch-size", type=positive_int,
-        help=f"sequences per forward pass and device (default: {DEVICE_BATCH}, or what is found to fit)")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of activations (auto: the faster one)")
+        help=f"sequences per forward pass and device (default: {DEVICE_BATCH}, or what is found to "
+             "fit)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"),
+        help="of activations (auto: the faster one)")
     add("--residual-dtype", default="auto", choices=("auto", "float32", "bfloat16"),
-        help="of the residual stream and the loop's state (auto: that of the activations; the authors': float32)")
-    add("--compile", default="auto", choices=("auto", "on", "off"), help="torch.compile (auto: on NVIDIA GPUs)")
-    add("--loss-chunk", type=non_negative_int, help="tokens whose logits exist at once; 0: all (default: by memory)")
+        help="of the residual stream and the loop's state (auto: that of the activations; the "
+             "authors': float32)")
+    add("--compile", default="auto", choices=("auto", "on", "off"),
+        help="torch.compile (auto: on NVIDIA GPUs, and for long runs on a CPU)")
+    add("--loss-chunk", type=non_negative_int,
+        help="tokens whose logits exist at once; 0: all (default: by memory)")
     add("--checkpoint-loops", action=argparse.BooleanOptionalAction, default=False,
         help="recompute loops in the backward pass: less memory, more work")
     return parser.parse_args(argv)
@@ -257,8 +267,8 @@ def model_config(args) -> ModelConfig:
     meaningless = [flag(name) for name in given if name in LOOP_FLAGS]
     if settings["n_core"] == 0 and meaningless:
         fail(
-            f"{' '.join(meaningless)} has no meaning for --preset {args.preset} with --n-core 0: no loop; "
-            "try --n-core 1 --mu-rec 8"
+            f"{' '.join(meaningless)} has no meaning for --preset {args.preset} with --n-core 0: "
+            "no loop; try --n-core 1 --mu-rec 8"
         )
     try:
         return ModelConfig(**settings)
@@ -266,122 +276,34 @@ def model_config(args) -> ModelConfig:
         fail(str(e))
 
 
-def settle(args, cfg: ModelConfig, world: int) -> int:
-    """Fills in the defaults that depend on others, refuses what does not go together; returns the
-    number of steps.
-    """
-    if args.tokens is not None and args.flops is not None:
-        fail("--tokens and --flops both set the length of the run; give one of them")
-    if args.flops is not None:
-        args.tokens = args.flops / cfg.flops_per_token()
-    if args.wandb and not find_spec("wandb"):
-        fail("--wandb needs the package wandb; pip install wandb, or leave it out")
-    settle_optimizer(args)
-    recipe = recipe_of(args.preset)
-    for field in dataclasses.fields(Recipe):
-        if getattr(args, field.name) is None:
-            setattr(args, field.name, getattr(recipe, field.name))
-    settle_batch(args, world)
-    steps = round(args.tokens / (args.batch_size * cfg.seq_len))
-    if steps < 1:
-        fail(
-            f"--tokens {args.tokens:g} is less than one step of {args.batch_size} × {cfg.seq_len} tokens"
-        )
-    check_ramps(args, steps)
-    settle_evaluation(args, cfg, steps)
-    return steps
-
-
-def settle_batch(args, world: int) -> None:
-    """The device batch, which must divide each rank's share of the batch."""
-    if args.device_batch_size is None:
-        args.device_batch_size = largest_part(DEVICE_BATCH, args.batch_size, world) or 1
-    unit = world * args.device_batch_size
-    if args.batch_size % unit:
-        fail(
-            f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = {world} × "
-            f"{args.device_batch_size}; try {math.ceil(args.batch_size / unit) * unit}"
-        )
-
-
-def settle_optimizer(args) -> None:
-    """Refuses flags of the optimiser that is not used."""
-    recipe = recipe_of(args.preset)
-    optimizer = args.optimizer or recipe.optimizer
-    if optimizer == "adamw":
-        for name in ("muon_lr", "momentum_warmup", "weight_decay"):
-            if getattr(args, name) is not None:
-                fail(
-                    f"{flag(name)} is Muon's, and has no meaning with --optimizer adamw; leave it out"
-                )
-        args.momentum_warmup = 0
-    if args.weight_decay is None:
-        args.weight_decay = 0.2 if optimizer == "muon" else 0.0
-    if optimizer == "muon" and args.muon_lr is None and recipe.muon_lr == 0:
-        fail(
-            f"--optimizer muon needs a rate, and the recipe of {args.preset} has none; try --muon-lr 8e-3"
-        )
-
-
-def check_ramps(args, steps: int) -> None:
-    """Refuses a warm-up and cool-down that exceed the run: the learning rates would never reach
-    their peaks.
-    """
-    warmup = ramp_steps(args.warmup, steps)
-    cooldown = ramp_steps(args.cooldown, steps)
-    if warmup + cooldown > steps:
-        fail(
-            f"--warmup {args.warmup:g} and --cooldown {args.cooldown:g} are {warmup:g} and {cooldown:g} steps, more than "
-            f"the run's {steps}: the learning rates would not reach their peaks; try --warmup 0.1 --cooldown 0.5"
-        )
-
-
-def settle_evaluation(args, cfg: ModelConfig, steps: int) -> None:
-    if args.eval_tokens < cfg.seq_len:
-        fail(f"--eval-tokens {args.eval_tokens:g} is less than a row of {cfg.seq_len} tokens")
-    if args.eval_every == 0:
-        args.eval_every = math.ceil(steps / 5)
-    text = args.eval_depths
-    if text is not None and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text):
-        fail(
-            f"--eval-depths {text} must be depths of at least 1 between commas, e.g. {FINAL_DEPTHS}"
-        )
-
-
-def eval_depths(args, cfg: ModelConfig, final: bool) -> list[int]:
-    """Depths of a validation: mu_rec and those asked for."""
-    if cfg.n_core == 0:
-        return [0]
-    text = args.eval_depths or (FINAL_DEPTHS if final else "")
-    asked = {int(depth) for depth in text.split(",") if depth}
-    return sorted(asked | {cfg.mu_rec})
-
-
 # -------------------------------------------------------------------------------------------------
-# Schedule
+# Data
 
 
-def ramp_steps(length: float, steps: int) -> float:
-    """A warm-up or cool-down in steps: a fraction of the run if at most 1, else a number of steps."""
-    return length * steps if length <= 1 else length
-
-
-def schedule(step: int, steps: int, args) -> Rates:
-    """Multiples of a step: learning rates rise, stay, fall, linearly; weight decay falls linearly
-    throughout.
-
-    Neither ends at 0 while there is a step. Muon's momentum rises from 0.85 to 0.95.
-    """
-    rise = (step + 1) / max(ramp_steps(args.warmup, steps), 1)
-    fall = (steps - step) / max(ramp_steps(args.cooldown, steps), 1)
-    momentum = 0.95
-    if args.momentum_warmup:
-        momentum = 0.85 + 0.1 * min(1.0, step / args.momentum_warmup)
-    return Rates(lr=min(1.0, rise, fall), weight_decay=(steps - step) / steps, momentum=momentum)
-
-
-# -------------------------------------------------------------------------------------------------
-# The training step
+def open_data(args, cfg: ModelConfig, place: Place) -> PackedData:
+    """The packed rows; refuses those of another length or vocabulary."""
+    folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
+    if not args.data and place.rank == 0:
+        manifest = read_checked(folder / "manifest.json")
+        if not manifest or not manifest.get("complete"):
+            prepare_stdlib(folder, cfg.vocab_size, cfg.seq_len)
+    if place.world > 1:
+        dist.barrier()
+    if not (folder / "manifest.json").is_file():
+        make = f"python dataloader.py pack --out {folder} …"
+        fail(f"--data {folder} holds no packed rows; make them with `{make}`")
+    # a machine's ranks share the reading of its files
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    data = PackedData(folder, check=(local, here))
+    if file_hash(folder / "tokenizer.json") != data.manifest["tokenizer_sha256"]:
+        fail(f"{folder}/tokenizer.json is not the tokenizer of these rows; run pack again")
+    for key, want in (("seq_len", cfg.seq_len), ("vocab_size", cfg.vocab_size)):
+        found = data.manifest[key]
+        if found != want:
+            advice = f"try {flag(key)} {found} or pack again"
+            fail(f"{folder} was packed with {key} {found}, the model has {want}; {advice}")
+    return data
 
 
 @dataclass
@@ -401,6 +323,64 @@ class Batch:
             yield Batch(
                 self.tokens[part], self.keys[part], self.n[part], self.k[part], self.step_tokens
             )
+
+
+def deal(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
+    """Sequences of a step for each rank: deepest first, dealt back and forth so that the ranks'
+    work is equal.
+
+    A loop without gradient costs 2 units, one with gradient 6. The deal looks at depths only, which
+    are independent of the text, and the step's gradient is a sum over sequences, so who computes
+    which changes nothing but rounding.
+    """
+    cost = (2 * n + 6 * k).reshape(len(n), -1).sum(1)
+    order = np.argsort(-cost, kind="stable")
+    rounds = order.reshape(-1, world).copy()
+    rounds[1::2] = rounds[1::2, ::-1]
+    return [rounds[:, rank] for rank in range(world)]
+
+
+def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place):
+    """-> this rank's Batch, and what the log says of the step: mean depth, and a checksum of the
+    row numbers.
+    """
+    B = args.batch_size
+    n, k = sample_depths(cfg, args.seed, step, B)
+    mine = deal(n, k, place.world)[place.rank]
+    rows = data.stream_ids(args.seed, step * B, B)
+    tokens = torch.from_numpy(data.get("train", rows[mine]))
+    keys = [sequence_key(args.seed, SEED_STATE, step * B + i) for i in mine.tolist()]
+    batch = Batch(
+        tokens=to_device(tokens, place.device),
+        keys=to_device(torch.tensor(keys), place.device),
+        n=n[mine],
+        k=k[mine],
+        step_tokens=B * cfg.seq_len,
+    )
+    about = {"depth_mean": float((n + k).mean()), "rows": zlib.crc32(rows.tobytes())}
+    return batch, about
+
+
+# -------------------------------------------------------------------------------------------------
+# Schedule
+
+
+def schedule(step: int, steps: int, args) -> Rates:
+    """Multiples of a step: learning rates rise, stay, fall, linearly; weight decay falls linearly
+    throughout.
+
+    Neither ends at 0 while there is a step. Muon's momentum rises from 0.85 to 0.95.
+    """
+    rise = (step + 1) / max(ramp_steps(args.warmup, steps), 1)
+    fall = (steps - step) / max(ramp_steps(args.cooldown, steps), 1)
+    momentum = 0.95
+    if args.momentum_warmup:
+        momentum = 0.85 + 0.1 * min(1.0, step / args.momentum_warmup)
+    return Rates(lr=min(1.0, rise, fall), weight_decay=(steps - step) / steps, momentum=momentum)
+
+
+# -------------------------------------------------------------------------------------------------
+# The training step
 
 
 def training_step(
@@ -435,96 +415,13 @@ def training_step(
     return result
 
 
-def deal(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
-    """Sequences of a step for each rank: deepest first, dealt back and forth so that the ranks'
-    work is equal.
-
-    A loop without gradient costs 2 units, one with gradient 6. The deal looks at depths only, which
-    are independent of the text, and the step's gradient is a sum over sequences, so who computes
-    which changes nothing but rounding.
-    """
-    cost = (2 * n + 6 * k).reshape(len(n), -1).sum(1)
-    order = np.argsort(-cost, kind="stable")
-    rounds = order.reshape(-1, world).copy()
-    rounds[1::2] = rounds[1::2, ::-1]
-    return [rounds[:, rank] for rank in range(world)]
-
-
 # -------------------------------------------------------------------------------------------------
-# Data
-
-
-def open_data(args, cfg: ModelConfig, place: Place) -> PackedData:
-    """The packed rows; refuses those of another length or vocabulary."""
-    folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
-    if not args.data and place.rank == 0:
-        manifest = read_checked(folder / "manifest.json")
-        if not manifest or not manifest.get("complete"):
-            prepare_stdlib(folder, cfg)
-    if place.world > 1:
-        dist.barrier()
-    if not (folder / "manifest.json").is_file():
-        fail(
-            f"--data {folder} holds no packed rows; make them with `python dataloader.py pack --out {folder} …`"
-        )
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    data = PackedData(
-        folder, check=(local, here)
-    )  # a machine's ranks share the reading of its files
-    if file_hash(folder / "tokenizer.json") != data.manifest["tokenizer_sha256"]:
-        fail(f"{folder}/tokenizer.json is not the tokenizer of these rows; run pack again")
-    for key, want in (("seq_len", cfg.seq_len), ("vocab_size", cfg.vocab_size)):
-        found = data.manifest[key]
-        if found != want:
-            fail(
-                f"{folder} was packed with {key} {found}, the model has {want}; try {flag(key)} {found} or pack again"
-            )
-    return data
-
-
-def prepare_stdlib(folder: Path, cfg: ModelConfig) -> None:
-    """Without --data: the offline corpus, its tokenizer and its rows, as speedrun.sh makes them."""
-    tokenizer = folder.parent / "tokenizer.json"
-    commands = (
-        "dataloader.py stdlib --out data/stdlib",
-        f"tokenizer_train.py --data data/stdlib --vocab-size {cfg.vocab_size} --out {tokenizer}",
-        f"dataloader.py pack --data data/stdlib --tokenizer {tokenizer} --seq-len {cfg.seq_len} --long-docs split "
-        f"--out {folder}",
-    )
-    for command in commands:
-        script, *flags = command.split()
-        program = Path(__file__).parent / script
-        if subprocess.run([sys.executable, str(program), *flags]).returncode:
-            fail("the default data could not be made (see above); give packed rows with --data")
-
-
-def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place):
-    """-> this rank's Batch, and what the log says of the step: mean depth, and a checksum of the row numbers."""
-    B = args.batch_size
-    n, k = sample_depths(cfg, args.seed, step, B)
-    mine = deal(n, k, place.world)[place.rank]
-    rows = data.stream_ids(args.seed, step * B, B)
-    tokens = torch.from_numpy(data.get("train", rows[mine]))
-    keys = torch.tensor([sequence_key(args.seed, SEED_STATE, step * B + int(i)) for i in mine])
-    batch = Batch(
-        tokens=to_device(tokens, place.device),
-        keys=to_device(keys, place.device),
-        n=n[mine],
-        k=k[mine],
-        step_tokens=B * cfg.seq_len,
-    )
-    about = {"depth_mean": float((n + k).mean()), "rows": zlib.crc32(rows.tobytes())}
-    return batch, about
-
-
-# -------------------------------------------------------------------------------------------------
-# The run
+# What the parts of a run share
 
 
 @dataclass
 class Run:
-    """What the parts of a run share."""
+    """A run under way."""
 
     args: argparse.Namespace
     cfg: ModelConfig
@@ -548,16 +445,19 @@ class Run:
             self.log.record({"kind": kind, "step": step, "tokens": tokens, **numbers})
 
 
-@dataclass
-class Finished:
-    """A step whose numbers are still on the device: a GPU is read one step behind, so that it
-    always has work.
-    """
+# -------------------------------------------------------------------------------------------------
+# Evaluation
 
-    entry: dict
-    names: list[str]
-    values: torch.Tensor
-    stop: torch.Tensor  # above 0 where some rank was asked to stop
+
+def open_evaluation(run: Run) -> None:
+    """The validation rows, and the CORE panel if it is asked for."""
+    args, place = run.args, run.place
+    run.tokenizer = load_tokenizer(run.data.folder / "tokenizer.json")
+    sizes = torch.from_numpy(token_bytes(run.tokenizer)).to(place.device)
+    run.held_out = HeldOut(run.data, sizes, args.eval_tokens)
+    if args.core_every:
+        share = {"rank": place.rank, "world": place.world}
+        run.panel = open_panel(args.bundle, limit=CORE_EXAMPLES, **share)
 
 
 def evaluate(run: Run, step: int, final: bool = False) -> dict:
@@ -594,6 +494,30 @@ def measure(run: Run, step: int) -> None:
         evaluate_core(run, step)
 
 
+# -------------------------------------------------------------------------------------------------
+# The loop
+
+
+@dataclass
+class Finished:
+    """A step whose numbers are still on the device: a GPU is read one step behind, so that it
+    always has work.
+    """
+
+    entry: dict
+    names: list[str]
+    values: torch.Tensor
+    stop: torch.Tensor  # above 0 where some rank was asked to stop
+
+
+def stop_flag(caught: list, place: Place) -> torch.Tensor:
+    """1 on every rank where one of them caught a signal."""
+    flag = torch.tensor(float(bool(caught)), device=place.device)
+    if place.world > 1:
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return flag
+
+
 def finish_step(run: Run, finished: Finished) -> bool:
     """Takes a step's numbers from the device and records them; -> whether some rank was asked to
     stop.
@@ -609,35 +533,13 @@ def finish_step(run: Run, finished: Finished) -> bool:
     run.bad = 0 if good else run.bad + 1
     if not good:
         entry["skipped"] = True
-        run.place.say(
-            f"step {step}: loss {numbers['loss']}, gradient {norm2}; the step was skipped on all ranks"
-        )
+        found = f"loss {numbers['loss']}, gradient {norm2}"
+        run.place.say(f"step {step}: {found}; the step was skipped on all ranks")
     if run.log:
         run.log.step(entry)
     if run.bad == BAD_STEPS:
         stop_diverged(run, step)
     return finished.stop.item() > 0
-
-
-def stop_diverged(run: Run, step: int) -> None:
-    join_writer()
-    B = run.args.batch_size
-    saved = max(run.folder.glob("step_*.pt"), default="none")
-    if run.place.rank == 0:
-        print(
-            f"stopped at step {step}: {run.bad} steps in a row, sequences {(step - run.bad) * B} to {step * B - 1}, had "
-            f"no finite loss or gradient; last good checkpoint: {saved}. Lower --adam-lr or --muon-lr",
-            file=sys.stderr,
-        )
-    sys.exit(1)
-
-
-def stop_flag(caught: list, place: Place) -> torch.Tensor:
-    """1 on every rank where one of them caught a signal."""
-    flag = torch.tensor(float(bool(caught)), device=place.device)
-    if place.world > 1:
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return flag
 
 
 def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) -> tuple[int, bool]:
@@ -676,27 +578,16 @@ def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) ->
             pending = None
         if save or stopped:  # before evaluation, which might fail
             save_checkpoint(run.folder, step, run.model, run.optimizer, place.rank, args.keep_every)
-        if (
-            due and not stopped and (step < end or step == run.steps)
-        ):  # at --stop-at it is left to the continued run
+        # at --stop-at it is left to the continued run
+        if due and not stopped and (step < end or step == run.steps):
             measure(run, step)
         if run.log and (save or due):
             run.log.pause()
     return step, stopped
 
 
-def restore(path: Path, model: Model, optimizer: Optimizer) -> int:
-    """Puts a checkpoint into model and optimiser; -> its step. One of another model ends the
-    program.
-    """
-    try:
-        state = read_checkpoint(path)
-        same_settings(state, model.cfg)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        return int(state["step"])
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:
-        fail(f"{path} does not fit this model ({first_line(e)}); delete it to use the one before")
+# -------------------------------------------------------------------------------------------------
+# The parts of a run, and the run itself
 
 
 def begin_from(run, model: Model, data: PackedData) -> None:
@@ -705,34 +596,11 @@ def begin_from(run, model: Model, data: PackedData) -> None:
         other, _, config = load_run(run)
         model.load_state_dict(other.state_dict())
         same_tokens = config["tokenizer"]["sha256"] == data.manifest["tokenizer_sha256"]
-    except (FileNotFoundError, ValueError, RuntimeError, LookupError, TypeError) as e:
+    except (*MISFIT, FileNotFoundError) as e:
         fail(f"--init-from {run}: {first_line(e)}")
     if not same_tokens:
-        fail(
-            f"--init-from {run} has another tokenizer than the data; pack them with {run}/tokenizer.json"
-        )
-
-
-def run_config(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> dict:
-    """config.json: all that decides a run's numbers, and what it ran on."""
-    network = dataclasses.asdict(cfg)
-    return {
-        "args": {name: value for name, value in vars(args).items() if name not in network},
-        "model": network,
-        "params": parameter_count(cfg),
-        "flops_per_token": cfg.flops_per_token(),
-        "steps": steps,
-        "tokenizer": {
-            "path": str(data.folder / "tokenizer.json"),
-            "sha256": data.manifest["tokenizer_sha256"],
-        },
-        "data": {"path": str(data.folder), "sha256": data.sha256()},
-        "device": place.device.type,
-        "dtype": args.dtype,
-        "ranks": place.world,
-        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
-        **environment(),
-    }
+        advice = f"pack them with {run}/tokenizer.json"
+        fail(f"--init-from {run} has another tokenizer than the data; {advice}")
 
 
 def choose_dtype(args, place: Place) -> str:
@@ -781,75 +649,26 @@ def build(
     return model, optimizer, first
 
 
-def announce(run: Run, first: int, choices: dict) -> None:
-    """What will happen, and what was chosen and why, on the screen and as the log's first line."""
-    args, cfg, place = run.args, run.cfg, run.place
-    B, T = args.batch_size, cfg.seq_len
-    local, rows = B // place.world, args.device_batch_size
-    flops = run.config["flops_per_token"]
-    place.say(
-        f"{run.folder.name}: {run.config['params']:,} parameters, {flops / 1e6:,.0f} MFLOPs a token"
-    )
-    place.say(
-        f"{run.steps} steps of {B} × {T} tokens = {run.steps * B * T:,}; {place.world} rank(s) × {local // rows} × {rows} rows"
-    )
-    for name, (value, reason) in choices.items():
-        place.say(f"{name}: {value} ({reason})")
-    place.say(f"{validation_cost(run)}; directory {run.folder}")
-    if first:
-        place.say(f"continuing after step {first}")
-    run.record("start", first, choices=choices)
+def default_directory(args, cfg: ModelConfig) -> str:
+    diagonal = cfg.n_core > 0 and cfg.injection == "diagonal"
+    gain = f"-{cfg.gain}" if diagonal else ""
+    return f"runs/{args.preset}{gain}-s{args.seed}"
 
 
-def validation_cost(run: Run) -> str:
-    """The validations during training, and what they cost beside it."""
-    args, cfg = run.args, run.cfg
-    depths = eval_depths(args, cfg, final=False)
-    times = (run.steps - 1) // args.eval_every
-    rows = min(run.data.rows("val"), max(1, int(args.eval_tokens) // cfg.seq_len))
-    one = (
-        dataclasses.replace(cfg, sampling="fixed", mu_rec=depths[-1], mu_bwd=depths[-1])
-        if cfg.n_core
-        else cfg
-    )
-    ends = dataclasses.replace(one, mu_rec=1, mu_bwd=1).flops_per_token() if cfg.n_core else 0.0
-    forward = (
-        one.flops_per_token() + (len(depths) - 1) * ends
-    ) / 3  # a backward pass is two forward passes
-    share = times * rows * cfg.seq_len * forward / (run.config["flops_per_token"] * args.tokens)
-    names = ",".join(str(depth) for depth in depths)
-    return f"validation: {times} times at depth {names}, {share:.1%} of training's FLOPs"
-
-
-def choices_made(args, cfg: ModelConfig, place: Place, fit: MemoryFit) -> dict:
-    """{what: (value, reason)} of the settings that were not, or need not be, asked for."""
-    attention = ("torch's", "its own order of kernels")
-    if place.device.type == "cpu" and args.dtype == "bfloat16" and cfg.seq_len <= 512:
-        attention = ("two matrix products", "the faster way for short bfloat16 rows on a CPU")
-    chosen = {
-        "device": (
-            place.device.type,
-            f"{place.world} process(es) of {torch.get_num_threads()} threads",
-        ),
-        "attention": attention,
-        "device batch": (f"{fit.rows} rows", fit.rows_reason),
-        "loss chunk": (
-            f"{fit.loss_chunk} tokens" if fit.loss_chunk else "all tokens",
-            fit.chunk_reason,
-        ),
-    }
-    if place.is_gpu:
-        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        peak = f"peak {fit.peak:.1f} GiB"
-        chosen["memory"] = (peak, f"at the deepest depth to be expected; {allocator}")
-    if place.device.type == "mps":
-        chosen["on the CPU"] = (
-            "initial states, sums of losses",
-            "mps lacks 64-bit products and numbers",
-        )
-    if cfg.n_core and cfg.granularity == "token":
-        chosen["rows"] = ("all, at every loop", "tokens have depths of their own")
-    return chosen
+def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> tuple:
+    """Rank 0 makes or checks the run directory -> on all ranks: config.json, the checkpoint to
+    continue from, and whether nothing is left to do.
+    """
+    told = [None, None, False]
+    if place.rank == 0:
+        folder = Path(args.out)
+        config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
+        defaults = dataclasses.asdict(PRESETS[args.preset])
+        newest = prepare_run(folder, config, defaults, args.resume)
+        told = [config, newest, is_finished(folder, steps, eval_depths(args, cfg, final=True))]
+    if place.world > 1:
+        dist.broadcast_object_list(told)
+    return tuple(told)
 
 
 def train(args, progress: dict) -> None:
@@ -859,7 +678,7 @@ def train(args, progress: dict) -> None:
     place = distributed(args.device)
     args.device = place.device.type
     rows_given = args.device_batch_size is not None
-    steps = settle(args, cfg, place.world)
+    steps = settle(args, cfg, recipe_of(args.preset), place.world)
     data = open_data(args, cfg, place)
     if args.out is None:
         args.out = default_directory(args, cfg)
@@ -903,9 +722,8 @@ def train(args, progress: dict) -> None:
     # 5. the end
     join_writer()
     if step < steps or stopped:
-        place.say(
-            f"stopped after step {step} of {steps} and saved; the same command with --resume continues"
-        )
+        saved = f"stopped after step {step} of {steps} and saved"
+        place.say(f"{saved}; the same command with --resume continues")
     else:
         result = evaluate(run, steps, final=True)
         if place.rank == 0:
@@ -913,74 +731,6 @@ def train(args, progress: dict) -> None:
     leave(place)
     if caught:
         sys.exit(128 + caught[0])
-
-
-def open_evaluation(run: Run) -> None:
-    """The validation rows, and the CORE panel if it is asked for."""
-    args, place = run.args, run.place
-    run.tokenizer = load_tokenizer(run.data.folder / "tokenizer.json")
-    sizes = torch.from_numpy(token_bytes(run.tokenizer)).to(place.device)
-    run.held_out = HeldOut(run.data, sizes, args.eval_tokens)
-    if args.core_every:
-        run.panel = core_eval.open_panel(
-            args.bundle, limit=CORE_EXAMPLES, rank=place.rank, world=place.world
-        )
-
-
-def default_directory(args, cfg: ModelConfig) -> str:
-    diagonal = cfg.n_core > 0 and cfg.injection == "diagonal"
-    gain = f"-{cfg.gain}" if diagonal else ""
-    return f"runs/{args.preset}{gain}-s{args.seed}"
-
-
-def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> tuple:
-    """Rank 0 makes or checks the run directory -> on all ranks: config.json, the checkpoint to
-    continue from, and whether nothing is left to do.
-    """
-    told = [None, None, False]
-    if place.rank == 0:
-        folder = Path(args.out)
-        config = run_config(args, cfg, data, steps, place)
-        defaults = dataclasses.asdict(PRESETS[args.preset])
-        newest = prepare_run(folder, config, defaults, args.resume)
-        told = [config, newest, is_finished(folder, steps, eval_depths(args, cfg, final=True))]
-    if place.world > 1:
-        dist.broadcast_object_list(told)
-    return tuple(told)
-
-
-def catch_signals() -> list[int]:
-    """A list that SIGTERM and SIGINT, from now on, only put their number into."""
-    caught: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: caught.append(number))
-    return caught
-
-
-def leave(place: Place) -> None:
-    """Ends the process group, when rank 0 has written everything."""
-    if place.world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def result_row(run: Run, result: dict) -> dict:
-    """The run's line in results.tsv."""
-    args, cfg = run.args, run.cfg
-    loss = result["loss"][str(cfg.mu_rec)]
-    commit = run.config["git"]["commit"] or ""
-    return {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "run": run.folder,
-        "preset": args.preset,
-        "gain": cfg.gain,
-        "seed": args.seed,
-        "params": run.config["params"],
-        "tokens": run.steps * args.batch_size * cfg.seq_len,
-        "depth": cfg.mu_rec,
-        "val_loss": f"{loss:.6f}",
-        "commit": commit[:10],
-    }
 
 
 def main(argv=None):

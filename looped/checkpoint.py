@@ -6,14 +6,16 @@ part of it belongs to a rank. It is written by a thread while training goes on.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
+from looped.console import DAMAGE, fail, first_line
 from looped.files import file_hash, write_atomic
 
 STAY = 2  # newest checkpoints that are kept
+MISFIT = (*DAMAGE, RuntimeError)  # what a checkpoint of another model can raise
 
 _writer = ThreadPoolExecutor(1)
 _pending: list[Future] = []  # the one save under way; a program that ends waits for it
@@ -95,3 +97,34 @@ def read_checkpoint(path: Path) -> dict:
         raise ValueError(
             f"{path} is not a checkpoint of this program ({reason}); delete it"
         ) from None
+
+
+def same_settings(state: dict, cfg) -> None:
+    """ValueError where the settings a checkpoint was made with are not these; what an older one
+    lacks had its default.
+    """
+    old = state.get("config")
+    if old is None:
+        return
+    differing = []
+    for known in fields(cfg):
+        was = old.get(known.name, known.default)
+        now = getattr(cfg, known.name)
+        if was != now:
+            differing.append(f"{known.name} {was} (here {now})")
+    if differing:
+        raise ValueError(", ".join(differing))
+
+
+def restore(path: Path, model, optimizer) -> int:
+    """Puts a checkpoint into model and optimiser; -> its step. One of another model ends the
+    program.
+    """
+    try:
+        state = read_checkpoint(path)
+        same_settings(state, model.cfg)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
+    except MISFIT as e:
+        fail(f"{path} does not fit this model ({first_line(e)}); delete it to use the one before")

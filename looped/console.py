@@ -1,4 +1,6 @@
-"""How the programs speak to whoever runs them: errors of one line, flags, numbers on the command line, Ctrl-C."""
+"""How the programs speak to whoever runs them: errors of one line, flags, numbers on the command
+line, Ctrl-C.
+"""
 
 import argparse
 import contextlib
@@ -23,7 +25,9 @@ def first_line(error):
 
 @contextlib.contextmanager
 def outside(what, advice, errors=DAMAGE):
-    """`with outside("x.json is damaged", "delete it"):` ends the program with one line if the block raises one of errors."""
+    """`with outside("x.json is damaged", "delete it"):` ends the program with one line if the block
+    raises one of errors.
+    """
     try:
         yield
     except errors as e:
@@ -66,7 +70,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind, low, high, wanted):
-    """An argparse type: the text as kind (int or float) from low to high; wanted says this in words."""
+    """An argparse type: the text as kind (int or float) from low to high; wanted says this in
+    words.
+    """
 
     def parse(text):
         try:

@@ -44,7 +44,8 @@ def parcae_shots(seed, n, shots):
 
 def dclm_shots(seed, n, shots):
     """The same by llm-foundry's rules: one stream; i itself is redrawn; the order is a Python
-    set's."""
+    set's.
+    """
     stream = random.Random(seed)
     for i in range(n):
         chosen = set(stream.sample(range(n), min(shots, n - 1)))
@@ -158,7 +159,8 @@ def common_prefix(rows) -> int:
 
 def parcae_options(task, question, text: Encoder) -> list[Option]:
     """Scored is, mc: what follows the common beginning of all choices; schema: the common end;
-    lm: the continuation. No option if an lm prompt does not begin as it does without it."""
+    lm: the continuation. No option if an lm prompt does not begin as it does without it.
+    """
     row = question.row
     before = "".join(solved(task, shot) + "\n\n" for shot in question.shots)
 
@@ -282,7 +284,8 @@ class EncodedTask:
 
 def lay_out(number, cropped) -> tuple[list[Row], list[Span | None]]:
     """Rows and spans of an example from its options' (tokens, positions). The model is causal and
-    all options start from the same states: one that is the beginning of another takes no row."""
+    all options start from the same states: one that is the beginning of another takes no row.
+    """
     rows = []
     spans = [None] * len(cropped)
     known = {}
@@ -308,7 +311,8 @@ def encode_task(
     task: Task, panel: Panel, seed, text: Encoder, context, place: Place = HERE
 ) -> EncodedTask:
     """Renders and tokenises this rank's share of a task's examples; context: tokens that the model
-    reads."""
+    reads.
+    """
     protocol = panel.protocol
     asked = questions(task, panel.rows[task.label], protocol, panel.limit, seed)
     groups = np.array([question.group for question in asked])

@@ -1,4 +1,5 @@
-"""CORE's records: a task's scores, their averages, the file that holds them, the line on the screen.
+"""CORE's records: a task's scores, their averages, the file that holds them, the line on the
+screen.
 
 An entry is a task's record at one depth: accuracy and centred accuracy, each with mean, standard
 deviation and its value by seed, and counts of what was odd in its examples.

@@ -1,10 +1,12 @@
-"""Documents: the offline corpus, the FineWeb-Edu download, and reading folders of .parquet, .jsonl and .txt.
+"""Documents: the offline corpus, the FineWeb-Edu download, and reading folders of .parquet, .jsonl
+and .txt.
 
     python dataloader.py stdlib --out data/stdlib                      # the source of this Python's standard library
     python dataloader.py download --out data/fineweb-edu --shards 240  # shards 0 to 239 and the validation shard
 
-Damaged input is named, then skipped and counted (a document, a row group) or refused (a file). A file is visible under
-its name only when it is whole; every command can be run again and continues where it was stopped.
+Damaged input is named, then skipped and counted (a document, a row group) or refused (a file). A
+file is visible under its name only when it is whole; every command can be run again and continues
+where it was stopped.
 """
 
 import hashlib
@@ -12,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import time
@@ -77,7 +80,9 @@ def jsonl_texts(path, skipped):
 
 
 def txt_texts(path, skipped):
-    """A .txt file of any size: a document ends at the first blank line after TXT_DOC characters, or at 4 × TXT_DOC."""
+    """A .txt file of any size: a document ends at the first blank line after TXT_DOC characters, or
+    at 4 × TXT_DOC.
+    """
     lines = []
     size = 0
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -98,8 +103,8 @@ READERS = {".parquet": parquet_texts, ".jsonl": jsonl_texts, ".txt": txt_texts}
 def texts(paths, split, holdout, skipped):
     """The documents of the files; bytes that are not UTF-8 and lone surrogates become U+FFFD.
 
-    With a hold-out of 1 in N > 0, a document belongs to split "val" if its content hash is 0 modulo N, so that copies
-    of it stay on one side, and else to "train". skipped: a Counter of reasons.
+    With a hold-out of 1 in N > 0, a document belongs to split "val" if its content hash is 0 modulo
+    N, so that copies of it stay on one side, and else to "train". skipped: a Counter of reasons.
     """
     for path in paths:
         for text in READERS[path.suffix](path, skipped):
@@ -136,8 +141,9 @@ class Sources:
 
 
 def find_sources(data, val_file=None):
-    """The Sources in a folder. Validation is val_file, else the last of at least two .parquet or .jsonl files, else
-    some documents of every file."""
+    """The Sources in a folder. Validation is val_file, else the last of at least two .parquet or
+    .jsonl files, else some documents of every file.
+    """
     files = {}
     for path in sorted(Path(data).rglob("*")):
         name = path.relative_to(data).as_posix()
@@ -186,6 +192,8 @@ def shard_name(i):
 
 # ---- the standard library
 
+PROGRAMS = Path(__file__).parents[1]
+
 LEFT_OUT = {"test", "tests", "idle_test", "lib2to3", "_bundled", "site-packages", "dist-packages", "encodings", "pydoc_data"}  # fmt: skip
 
 
@@ -209,8 +217,10 @@ def stdlib_modules():
 
 
 def build_stdlib(out):
-    """Writes the standard library in FineWeb-Edu's form: a document a module, in the order of the hashes of their
-    names; four training shards and, last, one module in 16 for validation. A folder that has a first shard stays."""
+    """Writes the standard library in FineWeb-Edu's form: a document a module, in the order of the
+    hashes of their names; four training shards and, last, one module in 16 for validation. A folder
+    that has a first shard stays.
+    """
     from pyarrow import parquet, table
 
     first = Path(out) / shard_name(0)
@@ -228,6 +238,21 @@ def build_stdlib(out):
             write_atomic(Path(out) / shard_name(i), partial(parquet.write_table, rows, **options))
     size = sum(len(text.encode()) for text in modules.values()) / 1e6
     print(f"{out}: {len(names)} modules, {size:.1f} MB, in 5 shards; the last is for validation")
+
+
+def prepare_stdlib(folder: Path, vocab_size: int, seq_len: int) -> None:
+    """The standard library as packed rows, with a tokenizer of its own, as speedrun.sh makes them."""
+    tokenizer = folder.parent / "tokenizer.json"
+    commands = (
+        "dataloader.py stdlib --out data/stdlib",
+        f"tokenizer_train.py --data data/stdlib --vocab-size {vocab_size} --out {tokenizer}",
+        f"dataloader.py pack --data data/stdlib --tokenizer {tokenizer} --seq-len {seq_len} "
+        f"--long-docs split --out {folder}",
+    )
+    for command in commands:
+        script, *flags = command.split()
+        if subprocess.run([sys.executable, str(PROGRAMS / script), *flags]).returncode:
+            fail("the default data could not be made (see above); give packed rows with --data")
 
 
 # ---- download
@@ -287,7 +312,9 @@ def stated_hash(response):
 
 
 def fetch(url, path, whole=whole_parquet):
-    """One attempt: continues the .part file, checks it (whole(path) -> bool), and only then gives it its name."""
+    """One attempt: continues the .part file, checks it (whole(path) -> bool), and only then gives
+    it its name.
+    """
     part = path.with_name(path.name + ".part")
     with get(url, part.stat().st_size if part.exists() else 0) as response:
         size = size_of(response)
@@ -333,7 +360,9 @@ def file_size(url):
 
 
 def check_room(out, todo, size):
-    """Says what will be fetched; ends the program where the disk has no room for it. size: bytes of a shard."""
+    """Says what will be fetched; ends the program where the disk has no room for it. size: bytes of
+    a shard.
+    """
     need = len(todo) * size / 1e9
     free = shutil.disk_usage(out).free / 1e9
     print(

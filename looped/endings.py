@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -52,3 +53,27 @@ def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None
     if isinstance(e, OSError) and progress["step"]:
         return f"{e.filename or args.out}: {e.strerror or e}"
     return None
+
+
+def catch_signals() -> list[int]:
+    """A list that SIGTERM and SIGINT, from now on, only put their number into."""
+    caught: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: caught.append(number))
+    return caught
+
+
+def stop_diverged(run, step: int) -> None:
+    """Ends a run (train.py's Run) that had no finite loss or gradient in its last run.bad steps."""
+    join_writer()
+    B = run.args.batch_size
+    first = (step - run.bad) * B
+    saved = max(run.folder.glob("step_*.pt"), default="none")
+    if run.place.rank == 0:
+        print(
+            f"stopped at step {step}: {run.bad} steps in a row, sequences {first} to {step * B - 1}, "
+            f"had no finite loss or gradient; last good checkpoint: {saved}. Lower --adam-lr or "
+            "--muon-lr",
+            file=sys.stderr,
+        )
+    sys.exit(1)

@@ -11,7 +11,9 @@ from looped.console import fail, outside
 
 
 def write_atomic(path, content):
-    """Writes bytes, or what content(file) writes: the path holds all of it, or still what it held before."""
+    """Writes bytes, or what content(file) writes: the path holds all of it, or still what it held
+    before.
+    """
     path = Path(path)
     temp = path.with_name(f".{path.name}.tmp")
     try:
@@ -35,7 +37,9 @@ def write_atomic(path, content):
 
 @contextlib.contextmanager
 def lock(folder):
-    """Makes the folder; `with lock(folder):` lets one process at a time write to it, and ends with that process."""
+    """Makes the folder; `with lock(folder):` lets one process at a time write to it, and ends with
+    that process.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder) / ".lock", "w") as file:
         try:

@@ -82,6 +82,13 @@ def distributed(name: str) -> Place:
     return Place(rank, world, device)
 
 
+def leave(place: Place) -> None:
+    """Ends the process group, when rank 0 has written everything."""
+    if place.world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def best_dtype(device: torch.device) -> tuple[str, str]:
     """float32 or bfloat16, whichever this device's matrix products are faster in, and the reason in
     words.

@@ -1,6 +1,7 @@
 """The tokenizer file, and text to ids and back.
 
-The file: {"version", "pattern", "ranks": [base64 of token 0, 1, …], "specials": {name: id}, "checksum"}.
+The file: {"version", "pattern", "ranks": [base64 of token 0, 1, …], "specials": {name: id},
+"checksum"}.
 """
 
 import base64
@@ -29,7 +30,9 @@ def special_ids(ranks):
 
 
 def encoding(data):
-    """What a tokenizer file holds -> tiktoken.Encoding; ValueError and the like where save_tokenizer would not write it."""
+    """What a tokenizer file holds -> tiktoken.Encoding; ValueError and the like where
+    save_tokenizer would not write it.
+    """
     import tiktoken
 
     ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}
@@ -55,7 +58,8 @@ def load_tokenizer(path):
 def token_bytes(enc):
     """Byte length of every id, 0 for specials: (V,) int32.
 
-    Taken from the raw tokens: decoding to text would miscount those that hold only part of a character.
+    Taken from the raw tokens: decoding to text would miscount those that hold only part of a
+    character.
     """
     sizes = np.zeros(enc.n_vocab, np.int32)
     for i in range(enc.n_vocab - len(SPECIALS)):
@@ -64,7 +68,9 @@ def token_bytes(enc):
 
 
 def encode(enc, text):
-    """Ids of a text of any length, special names taken as plain text; a lone surrogate becomes U+FFFD."""
+    """Ids of a text of any length, special names taken as plain text; a lone surrogate becomes
+    U+FFFD.
+    """
     clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return encode_array(enc, clean).tolist()
 
@@ -72,8 +78,8 @@ def encode(enc, text):
 def encode_array(enc, text):
     """The same as an array (n,) uint32, of a text without surrogates.
 
-    No token spans a non-blank and a space after it, so the text is cut there, and the ids are those of
-    encoding in one go. Where PIECE characters have no such place they are cut anyway.
+    No token spans a non-blank and a space after it, so the text is cut there, and the ids are those
+    of encoding in one go. Where PIECE characters have no such place they are cut anyway.
     """
     parts = []
     start = 0
@@ -95,7 +101,9 @@ def last_cut(text, low, high):
 
 
 def file_content(ranks, pattern=PATTERN):
-    """What a tokenizer file holds, its checksum apart. ranks: the bytes of each ordinary token, by id."""
+    """What a tokenizer file holds, its checksum apart. ranks: the bytes of each ordinary token, by
+    id.
+    """
     encoded = [base64.b64encode(token).decode() for token in ranks]
     return {"version": 1, "pattern": pattern, "ranks": encoded, "specials": special_ids(ranks)}
 

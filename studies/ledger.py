@@ -48,7 +48,8 @@ def wanted_settings(flags: list[str], ranks: int = 1) -> tuple[dict, float]:
     """
     args = train.parse_args(flags)
     cfg = train.model_config(args)
-    steps = train.settle(args, cfg, ranks)
+    recipe = train.recipe_of(args.preset)
+    steps = train.settle(args, cfg, recipe, ranks)
     model = asdict(cfg)
     given = {name: value for name, value in vars(args).items() if name not in model}
     tokens = steps * args.batch_size * cfg.seq_len

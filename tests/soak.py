@@ -308,7 +308,7 @@ def settled(argv):
     """-> the settings that train.py makes of the flags, and the network."""
     args = train.parse_args(argv)
     cfg = train.model_config(args)
-    train.settle(args, cfg, 1)
+    train.settle(args, cfg, train.recipe_of(args.preset), 1)
     return args, cfg
 
 

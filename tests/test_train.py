@@ -581,7 +581,7 @@ def test_default_data_whose_making_was_cut_off_is_made_again(packed, tmp_path, m
     folder = shutil.copytree(packed, tmp_path / "data" / "stdlib-v300" / "rows-32-split")
     whole, made = read_checked(folder / "manifest.json"), []
 
-    def make(out, _):
+    def make(out, *_):
         made.append(out)
         write_checked(out / "manifest.json", whole)
 

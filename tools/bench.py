@@ -4,9 +4,10 @@ How fast a training step is, and where its time goes; the page goes to results/.
     python -m tools.bench                                      # nano on a CPU, parcae-140m on a GPU
     torchrun --standalone --nproc_per_node=8 -m tools.bench    # eight GPUs, timed on the first
 
-Times train.py's own training step on random tokens. All variants take the same batches, round by round in turn. ms: mean
-over the rounds; "over Euler": median of the rounds' ratios. MFU: against the GPU's dense bfloat16 peak, by the model's
-own FLOPs. The parts are timed by themselves, forward and backward, at the mean depth.
+Times train.py's own training step on random tokens. All variants take the same batches, round by
+round in turn. ms: mean over the rounds; "over Euler": median of the rounds' ratios. MFU: against
+the GPU's dense bfloat16 peak, by the model's own FLOPs. The parts are timed by themselves, forward
+and backward, at the mean depth.
 """
 
 import statistics

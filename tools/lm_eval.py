@@ -82,7 +82,8 @@ class Looped(model.TemplateLM):
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """[(…, context, continuation)] -> [(log-probability of the continuation, whether it is the
-        greedy one)]."""
+        greedy one)].
+        """
         pairs = [(context, continuation) for _, context, continuation in requests]
         lengths = [len(context) + len(continuation) for context, continuation in pairs]
         longest_first = sorted(range(len(pairs)), key=lengths.__getitem__, reverse=True)
@@ -121,7 +122,8 @@ class Looped(model.TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """Log-probability of each whole text, in windows that fill the context; every token counts
-        once."""
+        once.
+        """
         totals = []
         for request in requests:
             ids = encode(self.enc, request.args[0])
@@ -133,7 +135,8 @@ class Looped(model.TemplateLM):
 
     def generate_until(self, requests, disable_tqdm=False):
         """Text up to the first of the strings `until` or a special token; greedy unless
-        do_sample."""
+        do_sample.
+        """
         requests = tqdm(requests, desc="texts", disable=disable_tqdm)
         return [self.complete(*request.args) for request in requests]
 

@@ -1,0 +1,107 @@
+"""From the flags given to a run's settings: defaults that depend on others, and what does not go
+together.
+"""
+
+import math
+import re
+from importlib.util import find_spec
+
+from looped.console import fail, flag
+from looped.memory import largest_part
+
+DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for
+FINAL_DEPTHS = "1,2,4,8,16"
+MUON_FLAGS = ("muon_lr", "momentum_warmup", "weight_decay")
+
+
+def settle(args, cfg, recipe, world: int) -> int:
+    """Fills in what was not given, from the recipe and from other settings; -> the number of steps.
+
+    recipe: train.py's Recipe, whose fields are defaults of the flags of their names.
+    """
+    if args.tokens is not None and args.flops is not None:
+        fail("--tokens and --flops both set the length of the run; give one of them")
+    if args.flops is not None:
+        args.tokens = args.flops / cfg.flops_per_token()
+    if args.wandb and not find_spec("wandb"):
+        fail("--wandb needs the package wandb; pip install wandb, or leave it out")
+    settle_optimizer(args, recipe)
+    for name, default in vars(recipe).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    settle_batch(args, world)
+    steps = round(args.tokens / (args.batch_size * cfg.seq_len))
+    if steps < 1:
+        step = f"one step of {args.batch_size} × {cfg.seq_len} tokens"
+        fail(f"--tokens {args.tokens:g} is less than {step}")
+    check_ramps(args, steps)
+    settle_evaluation(args, cfg, steps)
+    return steps
+
+
+def settle_optimizer(args, recipe) -> None:
+    """Refuses flags of the optimiser that is not used."""
+    optimizer = args.optimizer or recipe.optimizer
+    if optimizer == "adamw":
+        for name in MUON_FLAGS:
+            if getattr(args, name) is not None:
+                why = "is Muon's, and has no meaning with --optimizer adamw; leave it out"
+                fail(f"{flag(name)} {why}")
+        args.momentum_warmup = 0
+    if args.weight_decay is None:
+        args.weight_decay = 0.2 if optimizer == "muon" else 0.0
+    if optimizer == "muon" and args.muon_lr is None and recipe.muon_lr == 0:
+        why = f"the recipe of {args.preset} has none; try --muon-lr 8e-3"
+        fail(f"--optimizer muon needs a rate, and {why}")
+
+
+def settle_batch(args, world: int) -> None:
+    """The device batch, which must divide each rank's share of the batch."""
+    if args.device_batch_size is None:
+        args.device_batch_size = largest_part(DEVICE_BATCH, args.batch_size, world) or 1
+    unit = world * args.device_batch_size
+    if args.batch_size % unit:
+        fits = math.ceil(args.batch_size / unit) * unit
+        fail(
+            f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = "
+            f"{world} × {args.device_batch_size}; try {fits}"
+        )
+
+
+def ramp_steps(length: float, steps: int) -> float:
+    """A warm-up or cool-down in steps: a fraction of the run if at most 1, else a number of steps."""
+    return length * steps if length <= 1 else length
+
+
+def check_ramps(args, steps: int) -> None:
+    """Refuses a warm-up and cool-down that exceed the run: the learning rates would never reach
+    their peaks.
+    """
+    warmup = ramp_steps(args.warmup, steps)
+    cooldown = ramp_steps(args.cooldown, steps)
+    if warmup + cooldown > steps:
+        fail(
+            f"--warmup {args.warmup:g} and --cooldown {args.cooldown:g} are {warmup:g} and "
+            f"{cooldown:g} steps, more than the run's {steps}: the learning rates would not reach "
+            "their peaks; try --warmup 0.1 --cooldown 0.5"
+        )
+
+
+def settle_evaluation(args, cfg, steps: int) -> None:
+    if args.eval_tokens < cfg.seq_len:
+        fail(f"--eval-tokens {args.eval_tokens:g} is less than a row of {cfg.seq_len} tokens")
+    if args.eval_every == 0:
+        args.eval_every = math.ceil(steps / 5)
+    text = args.eval_depths
+    if text is not None and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text):
+        wanted = f"depths of at least 1 between commas, e.g. {FINAL_DEPTHS}"
+        fail(f"--eval-depths {text} must be {wanted}")
+
+
+def eval_depths(args, cfg, final: bool) -> list[int]:
+    """Depths of a validation: mu_rec and those asked for."""
+    if cfg.n_core == 0:
+        return [0]
+    text = args.eval_depths or (FINAL_DEPTHS if final else "")
+    asked = {int(depth) for depth in text.split(",") if depth}
+    return sorted(asked | {cfg.mu_rec})

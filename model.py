@@ -40,7 +40,8 @@ from torch.utils.checkpoint import checkpoint
 
 from looped.checkpoint import MISFIT, newest_checkpoint, read_checkpoint, same_settings
 from looped.console import first_line, flag
-from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, mean_loops, training_plan
+from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, training_plan
+from looped.flops import flops_per_token
 from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
 from looped.ops import ChunkedCrossEntropy, attend, orthogonal, rope, spectral_norm
 from looped.randomness import SEED_INIT, hashed_normal, sequence_key
@@ -127,7 +128,7 @@ class AddInjection(nn.Module):
         super().__init__()
 
     def initial(self, part: str, std: float, generator: torch.Generator) -> torch.Tensor:
-        """Initial value of the parameter of that name; std is that of the network's input matrices."""
+        """Initial value of the parameter `part`; std: that of the network's input matrices."""
         raise AssertionError(f"no initialisation is defined for parameter {part}")
 
     def drive(self, e):
@@ -225,9 +226,7 @@ class ConcatInjection(AddInjection):
 
 
 class RawInjection(AddInjection):
-    """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): e steers the branch, but is not
-    written.
-    """
+    """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): e steers the branch, and is not written."""
 
     def finish(self, x, inputs):
         return x - inputs.write
@@ -287,9 +286,7 @@ class ModelConfig:
     n_coda: int = setting(1, "layers after the loop")
     mu_rec: int = setting(8, "mean number of loops in training, and that of evaluation")
     mu_bwd: int = setting(0, "loops with gradient, at most; 0: half of mu_rec, rounded up")
-    injection: str = setting(
-        "diagonal", "the linear path of a loop; none: the raw loop h + R(h, e)"
-    )
+    injection: str = setting("diagonal", "linear path of a loop; none: the raw loop h + R(h, e)")
     gain: str = setting("euler", "input gain of the diagonal path")
     mechanism: str = setting("none", "what becomes of a loop's change: looped/mechanisms.py")
     streams: int = setting(4, "streams of --mechanism hyper")
@@ -299,11 +296,9 @@ class ModelConfig:
     value_embeds: bool = setting(True, "value tables, on every second layer")
     prelude_norm: bool = setting(True, "normalise the prelude's output")
     readout: bool = setting(True, "a matrix C between loop and coda")
-    state_init: str = setting(
-        "like-init", "initial loop state: normal of the matrices' std, of std 1, or zero"
-    )
+    state_init: str = setting("like-init", "first loop state: of the matrices' std, of std 1, zero")
     init: str = setting(
-        "scaled-zero", "initial output matrices of attention and MLP: zero, or scaled by depth"
+        "scaled-zero", "initial attention and MLP outputs: zero, or scaled by depth"
     )
     ssm_decay: float = setting(math.sqrt(1 / 5), "decay at initialisation, between 0 and 1")
     rope_theta: float = setting(50_000.0, "base of the rotary embedding")
@@ -312,52 +307,47 @@ class ModelConfig:
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{flag(name)} {getattr(self, name)} is not one of {', '.join(allowed)}"
-                )
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{flag(name)} {value} is not one of {', '.join(allowed)}")
         for name, value in vars(self).items():
             minimum = 1 if name in POSITIVE else 0
             if type(value) in (int, float) and not minimum <= value < 1 << 31:
-                raise ValueError(
-                    f"{flag(name)} {value} is out of range: it must lie in [{minimum}, 2^31)"
-                )
-        self._check_loop()
+                bounds = f"it must lie in [{minimum}, 2^31)"
+                raise ValueError(f"{flag(name)} {value} is out of range: {bounds}")
+        if self.n_core:
+            self._check_loop()
+        else:
+            self._check_flat()
         self._check_shapes()
 
+    def _check_flat(self):
+        self.mu_rec = 0
+        self.mu_bwd = 0
+        if self.mechanism != "none":
+            advice = "needs a loop, but --n-core is 0; try --n-core 1"
+            raise ValueError(f"--mechanism {self.mechanism} {advice}")
+
     def _check_loop(self):
-        if self.n_core == 0:
-            self.mu_rec = 0
-            self.mu_bwd = 0
-            if self.mechanism != "none":
-                raise ValueError(
-                    f"--mechanism {self.mechanism} needs a loop, but --n-core is 0; try --n-core 1"
-                )
-            return
         if self.mechanism != "none" and self.granularity == "token":
-            raise ValueError(
-                f"--mechanism {self.mechanism} excludes --granularity token; try --granularity sequence"
-            )
+            advice = "excludes --granularity token; try --granularity sequence"
+            raise ValueError(f"--mechanism {self.mechanism} {advice}")
         if self.mu_rec < 1:
             raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
         if self.mu_bwd == 0:
             self.mu_bwd = math.ceil(self.mu_rec / 2)
         if self.mu_bwd > self.mu_rec:
-            raise ValueError(
-                f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}"
-            )
+            advice = f"exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}"
+            raise ValueError(f"--mu-bwd {self.mu_bwd} {advice}")
 
     def _check_shapes(self):
-        step = 2 * self.n_head
-        if self.d_model % step:
-            fits = self.d_model + step - self.d_model % step
-            raise ValueError(
-                f"--d-model {self.d_model} is no even multiple of --n-head {self.n_head}; try --d-model {fits}"
-            )
+        pair = 2 * self.n_head  # a head's channels rotate in pairs
+        if self.d_model % pair:
+            fits = math.ceil(self.d_model / pair) * pair
+            advice = f"is no even multiple of --n-head {self.n_head}; try --d-model {fits}"
+            raise ValueError(f"--d-model {self.d_model} {advice}")
         if not 0 < self.ssm_decay < 1:
-            raise ValueError(
-                f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, both excluded"
-            )
+            raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, excluded")
 
     def n_layer(self) -> int:
         return self.n_prelude + self.n_core + self.n_coda
@@ -375,27 +365,8 @@ class ModelConfig:
         return 4 * self.d_model**2 + mlp_matrices * self.d_model * self.d_mlp
 
     def flops_per_token(self, attention: str = "palm") -> float:
-        """Training FLOPs per token, 2 N1 + 6 N2 + attention (paper, appendix "FLOP estimate").
-
-        N1 are the effective parameters run without gradient, N2 those with, at the means of the
-        depth law; token and value tables count nothing, nor do a mechanism's gates and queries
-        (below 1 % of a core layer at 140M); the head counts. attention: "palm" takes 4 T D per
-        layer and forward pass, "causal" half of that, "none" nothing.
-        """
-        d = self.d_model
-        block = self.block_matmul()
-        ends = (self.n_prelude + self.n_coda) * block + self.vocab_size * d
-        n, k, loop = 0.0, 0.0, 0
-        if self.n_core:
-            n, k = mean_loops(self.sampling, self.mu_rec, self.mu_bwd)
-            injection = INJECTIONS[self.injection]
-            loop = self.n_core * block + d * d * injection.carries
-            ends += d * d * (injection.writes + self.readout)
-        n1 = n * loop
-        n2 = ends + k * loop
-        per_layer = {"palm": 4, "causal": 2, "none": 0}[attention] * self.seq_len * d
-        layers = 3 * (self.n_prelude + self.n_coda) + self.n_core * (n + 3 * k)
-        return 2.0 * n1 + 6.0 * n2 + per_layer * layers
+        """Training FLOPs per token: looped/flops.py."""
+        return flops_per_token(self, INJECTIONS[self.injection], attention)
 
 
 # Presets: paper, tables "Model definitions", heads 128 wide; `nano` and `tiny` are for CPUs.
@@ -430,9 +401,8 @@ RDM_LARGE = ModelConfig(vocab_size=65536, seq_len=2048, d_model=1024, n_head=8, 
 RDM_NANO = rdm_setup(NANO, d_mlp=176)
 RDM_TINY = rdm_setup(TINY, d_mlp=352)
 RDM_100M = rdm_setup(RDM_LARGE, d_mlp=3520)
-RDM_350M = rdm_setup(
-    replace(RDM_LARGE, d_model=2048, n_head=16, n_core=2, mu_rec=8, mu_bwd=0), d_mlp=7040
-)
+RDM_LARGER = replace(RDM_LARGE, d_model=2048, n_head=16, n_core=2, mu_rec=8, mu_bwd=0)
+RDM_350M = rdm_setup(RDM_LARGER, d_mlp=7040)
 PRESETS = {
     "nano": NANO,
     "tiny": TINY,
@@ -665,9 +635,7 @@ class Model(nn.Module):
         return self.injection.initial(part, std, generator)
 
     def muon_parameters(self) -> set[str]:
-        """Names of the matrices that Muon updates: attention q, k, v, o and the MLP's (paper, table
-        of groups).
-        """
+        """Names of Muon's matrices: attention's q, k, v, o and the MLP's (paper, table of groups)."""
         parts = {"q", "k", "v", "o", "fc", "up", "proj"}
         names = set()
         for name, _ in self.named_parameters():
@@ -730,10 +698,7 @@ class Model(nn.Module):
         rows = []
         for layer in range(first, first + count):
             name = str(layer)
-            if name in self.ve:
-                rows.append(self.ve[name](ids).to(self.dtype))
-            else:
-                rows.append(None)
+            rows.append(self.ve[name](ids).to(self.dtype) if name in self.ve else None)
         return rows
 
     def run_blocks(self, x, first: int, value_rows: list, cache=None):
@@ -748,10 +713,8 @@ class Model(nn.Module):
         else:
             cos, sin = cache.cos, cache.sin
         for layer, rows in enumerate(value_rows, first):
-            if cache is None:
-                x = self.blocks[layer](x, cos, sin, rows)
-            else:
-                x = self.blocks[layer](x, cos, sin, rows, functools.partial(cache.attend, layer))
+            attention = attend if cache is None else functools.partial(cache.attend, layer)
+            x = self.blocks[layer](x, cos, sin, rows, attention)
         return x
 
     def rotary(self, positions):
@@ -866,11 +829,13 @@ class Model(nn.Module):
         if inputs is None:
             return {}
         h = state.h
+        change = h - state.previous
         stats = {
-            "residual": (h - state.previous).float().norm(dim=-1).sum(),
+            "residual": change.float().norm(dim=-1).sum(),
             "state_norm": h.float().norm(dim=-1).sum(),
         }
-        return stats | self.injection.statistics(inputs, tokens=h.size(0) * h.size(1))
+        tokens = h.size(0) * h.size(1)
+        return stats | self.injection.statistics(inputs, tokens)
 
     # -- evaluation -------------------------------------------------------------------------------
 
@@ -973,21 +938,20 @@ def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
     whole checkpoint, ValueError when they are damaged or do not fit.
     """
     run = Path(run_dir)
-    if not (run / "config.json").is_file():
+    file = run / "config.json"
+    if not file.is_file():
         raise FileNotFoundError(f"{run} is not a run directory: it has no config.json")
     path = newest_checkpoint(run)
     if path is None:
         raise FileNotFoundError(f"{run} has no whole checkpoint (step_*.pt)")
     state = read_checkpoint(path)
     try:
-        config = json.loads((run / "config.json").read_text())
+        config = json.loads(file.read_text())
         cfg = config_of(config["model"])
         same_settings(state, cfg)
         model = Model(cfg)
         model.load_state_dict(state["model"])
         model.dtype = dtype or getattr(torch, config.get("dtype", "float32"))
     except MISFIT as e:
-        raise ValueError(
-            f"{run}/config.json and {path.name} do not fit ({first_line(e)})"
-        ) from None
+        raise ValueError(f"{file} and {path.name} do not fit ({first_line(e)})") from None
     return model.to(device).eval(), cfg, config | {"checkpoint": path.name}

@@ -1,0 +1,32 @@
+"""How many floating-point operations training takes."""
+
+from looped.depth import mean_loops
+
+# Of a layer's attention, forward, as multiples of (tokens a row) × (width): by PaLM's count all pairs
+# of tokens, else what causality needs.
+ATTENTION = {"palm": 4, "causal": 2, "none": 0}
+
+
+def flops_per_token(cfg, injection, attention: str = "palm") -> float:
+    """Training FLOPs per token, 2 N1 + 6 N2 + attention (paper, appendix "FLOP estimate").
+
+    N1 are the effective parameters run without gradient, N2 those with, at the means of the depth
+    law. The head counts; token and value tables do not, nor do a mechanism's gates and queries
+    (below 1 % of a core layer at 140M). injection: the class of the linear path, which says whether
+    its loop (carries) and its input (writes) take a matrix product. attention: a key of ATTENTION.
+    """
+    d = cfg.d_model
+    block = cfg.block_matmul()
+    ends = cfg.n_prelude + cfg.n_coda
+    without = 0.0  # mean loops without gradient, and with it
+    learning = 0.0
+    loop = 0
+    once = ends * block + cfg.vocab_size * d
+    if cfg.n_core:
+        without, learning = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
+        loop = cfg.n_core * block + d * d * injection.carries
+        once += d * d * (injection.writes + cfg.readout)
+    n1 = without * loop
+    n2 = once + learning * loop
+    layers = 3 * ends + cfg.n_core * (without + 3 * learning)
+    return 2.0 * n1 + 6.0 * n2 + ATTENTION[attention] * cfg.seq_len * d * layers

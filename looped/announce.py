@@ -46,14 +46,12 @@ def announce(run, first: int, choices: dict) -> None:
     mega = run.config["flops_per_token"] / 1e6
     params = run.config["params"]
     place.say(f"{run.folder.name}: {params:,} parameters, {mega:,.0f} MFLOPs a token")
-    rows = args.device_batch_size
-    parts = args.batch_size // place.world // rows
     length = run.cfg.seq_len
     tokens = run.steps * args.batch_size * length
-    place.say(
-        f"{run.steps} steps of {args.batch_size} × {length} tokens = {tokens:,}; "
-        f"{place.world} rank(s) × {parts} × {rows} rows"
-    )
+    steps = f"{run.steps} steps of {args.batch_size} × {length} tokens = {tokens:,}"
+    rows = args.device_batch_size
+    parts = args.batch_size // place.world // rows
+    place.say(f"{steps}; {place.world} rank(s) × {parts} × {rows} rows")
     for name, (value, reason) in choices.items():
         place.say(f"{name}: {value} ({reason})")
     place.say(f"{validation_cost(run)}; directory {run.folder}")
@@ -67,13 +65,14 @@ def validation_cost(run) -> str:
     args, cfg = run.args, run.cfg
     depths = eval_depths(args, cfg, final=False)
     times = (run.steps - 1) // args.eval_every
-    rows = min(run.data.rows("val"), max(1, int(args.eval_tokens) // cfg.seq_len))
-    tokens = rows * cfg.seq_len
+    wanted = max(1, int(args.eval_tokens) // cfg.seq_len)  # rows
+    tokens = min(wanted, run.data.rows("val")) * cfg.seq_len
     flops = flops_at(cfg, depths[-1])
     if cfg.n_core:  # what is not a loop, again for every further depth
         flops += (len(depths) - 1) * flops_at(cfg, 1)
     flops /= 3  # a backward pass is two forward passes
-    share = times * tokens * flops / (run.config["flops_per_token"] * args.tokens)
+    training = run.config["flops_per_token"] * args.tokens
+    share = times * tokens * flops / training
     names = ",".join(str(depth) for depth in depths)
     return f"validation: {times} times at depth {names}, {share:.1%} of training's FLOPs"
 

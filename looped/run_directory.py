@@ -200,20 +200,6 @@ class RunLog:
             print(f"step {step:6d}/{steps}  " + "  ".join(parts), flush=True)
 
 
-RESULT_COLUMNS = (
-    "date",
-    "run",
-    "preset",
-    "gain",
-    "seed",
-    "params",
-    "tokens",
-    "depth",
-    "val_loss",
-    "commit",
-)
-
-
 def add_result(run: Path, row: dict) -> None:
     """A line in results.tsv of the nearest folder named runs."""
     folder = run.parent
@@ -223,7 +209,7 @@ def add_result(run: Path, row: dict) -> None:
             break
     with open(folder / "results.tsv", "a") as file:
         if file.tell() == 0:
-            file.write("\t".join(RESULT_COLUMNS) + "\n")
-        file.write("\t".join(str(row[name]) for name in RESULT_COLUMNS) + "\n")
+            file.write("\t".join(row) + "\n")
+        file.write("\t".join(map(str, row.values())) + "\n")
         file.flush()
         os.fsync(file.fileno())

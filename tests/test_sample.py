@@ -4,20 +4,18 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from helpers import refused
 
-from core_eval import open_run
 from looped.cache import KVCache
 from looped.files import file_hash
-from looped.randomness import SEED_EVAL, sequence_key
+from looped.randomness import sequence_key
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from model import PRESETS, Model
-from tools import depth_study, sample
+from tools import sample
 from tools.sample import Depth, Sampling, pick, read
 
 SMALL = {"vocab_size": 64, "seq_len": 12, "d_model": 16, "n_head": 2, "d_mlp": 24, "mu_bwd": 0}
@@ -228,7 +226,7 @@ def test_pick_follows_the_law_it_is_asked_for(how, weights):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
-    """Calls sample.py, or another program, on a run whose tokens are bytes."""
+    """Calls tools.sample on a run whose tokens are bytes."""
     cfg = dataclasses.replace(LOOP, vocab_size=259)
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
@@ -238,9 +236,9 @@ def call(tmp_path, monkeypatch):
     config = {"model": dataclasses.asdict(cfg), "tokenizer": tokenizer, "data": {"path": "rows"}}
     Path("run/config.json").write_text(json.dumps(config))
 
-    def run(*words, main=sample.main):
-        monkeypatch.setattr("sys.argv", ["a program", "run", "--device", "cpu", *words])
-        main()
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["sample.py", "run", "--device", "cpu", *words])
+        sample.main()
 
     return run
 
@@ -275,41 +273,6 @@ def test_rates_are_of_tokens_after_the_first(drawn, says, call, capsys, monkeypa
     monkeypatch.setattr(sample, "pick", lambda logits, u, how: torch.tensor([next(rest)]))
     call("--prompt", "ab", "--max-tokens", str(len(drawn)))
     assert capsys.readouterr().err.startswith("\n" + says)
-
-
-@pytest.fixture
-def rows(call, monkeypatch):
-    """Three validation rows in place of the run's packed data."""
-    manifest = {"tokenizer_sha256": file_hash("run/tokenizer.json")}
-    data = SimpleNamespace(folder="rows", seq_len=12, manifest=manifest, rows=lambda split: 3)
-    block = np.random.default_rng(0).integers(0, 256, (3, 13))
-    data.get = lambda split, ids: block[ids]
-    monkeypatch.setattr(depth_study, "PackedData", lambda path: data)
-    return data
-
-
-def test_a_study_of_depths_measures_what_validation_does(call, rows):
-    call("--out", "new/study-0.9", main=depth_study.main)
-    names = {path.name for path in Path("new").iterdir()}
-    assert names == {"study-0.9.md", "study-0.9.json", "study-0.9.png"}
-    found = json.loads(Path("new/study-0.9.json").read_text())["found"]
-    block = torch.from_numpy(rows.get("val", range(3)))
-    keys = torch.tensor([sequence_key(SEED_EVAL, i) for i in range(3)])
-    model = open_run("run", torch.device("cpu"))[0]
-    fixed = [row for row in found if row["what"] == "fixed depth"]
-    losses = model.losses(block[:, :-1], block[:, 1:], [row["setting"] for row in fixed], keys)
-    assert len(fixed) == 9 == len(losses)
-    for row in fixed:
-        assert row["mean depth"] == row["setting"]
-        assert row["rows"] == pytest.approx(losses[row["setting"]].mean(1).tolist(), abs=1e-5)
-
-
-@pytest.mark.parametrize("change", [{"seq_len": 13}, {"manifest": {"tokenizer_sha256": "another"}}])
-def test_a_study_of_depths_refuses_other_data(change, call, rows, capsys):
-    vars(rows).update(change)
-    study = lambda: call("--out", "new/study", main=depth_study.main)  # noqa: E731
-    refused(capsys, study, "rows has another tokenizer or longer rows")
-    assert not Path("new").exists()
 
 
 @pytest.mark.parametrize("words, missing, says", [

@@ -46,16 +46,14 @@ COSTS = {
 SCORES = {
     "run": "", "depth": "", "name": "", "mean": ".4f", "std": ".4f", "tasks_done": "", "tasks_total": "",
 }  # fmt: skip
-RADARS = {
-    "core": ["categories_fine"],
-    "core-extended": ["categories_fine", "categories_ext"],
-}
+RADARS = {"core": ["categories_fine"], "core-extended": ["categories_fine", "categories_ext"]}
 
 
 def settings(run: Run) -> dict:
     """The flags of the training and the network that have an effect on a run's numbers."""
     flags = run.config["args"] | run.config["model"]
-    return {name: value for name, value in flags.items() if name not in FREE | {"dtype"}}
+    decisive = flags.keys() - FREE - {"dtype"}
+    return {name: value for name, value in flags.items() if name in decisive}
 
 
 def changes(run: Run, base: Run) -> tuple[str, ...]:
@@ -65,16 +63,21 @@ def changes(run: Run, base: Run) -> tuple[str, ...]:
     """
     ours = settings(run)
     theirs = settings(base)
-    names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    differing = {}
+    for name in ours | theirs:
+        pair = (ours.get(name), theirs.get(name))
+        if pair[0] != pair[1] and name != "seed":
+            differing[name] = pair
+    names = list(differing)
     of_training = [name for name in names if name in run.config["args"]]
     if "preset" in names:
         names = of_training
-    elif "n_core" in names and 0 in (ours["n_core"], theirs["n_core"]):
+    elif 0 in differing.get("n_core", ()):
         names = ["n_core", *of_training]
     words = []
     for name in names:
-        if name != "seed":
-            words.append(f"{name} {ours.get(name)} instead of {theirs.get(name)}")
+        mine, its = differing[name]
+        words.append(f"{name} {mine} instead of {its}")
     return tuple(words)
 
 
@@ -82,14 +85,16 @@ def compare_arms(runs: list[Run]) -> list[str]:
     """A sentence on each arm of several seeds against the first arm, and what makes it unfair."""
     arms = defaultdict(dict)  # {changes: {seed: run}}
     for run in runs:
-        arms[changes(run, runs[0])][run.config["args"].get("seed")] = run
+        arm = arms[changes(run, runs[0])]
+        arm[run.config["args"].get("seed")] = run
     base = arms[()]
     remarks = []
     for changed, arm in arms.items():
         words = ", ".join(changed)
-        pairs = [(run.loss, base[seed].loss) for seed, run in arm.items() if seed in base]
-        if changed and len(pairs) > 1:
-            remarks.append(f"With {words} the loss changes by {difference(pairs)}.")
+        both = [seed for seed in arm if seed in base]
+        gaps = [arm[seed].loss - base[seed].loss for seed in both]
+        if changed and len(gaps) > 1:
+            remarks.append(f"With {words} the loss changes by {difference(gaps)}.")
         if len(changed) > 1:
             remarks.append(f"Warning: more than one flag differs: {words}.")
     matched = all(arm.keys() == base.keys() for arm in arms.values())
@@ -102,16 +107,16 @@ def compare_arms(runs: list[Run]) -> list[str]:
     return remarks
 
 
-def difference(pairs: list[tuple[float, float]]) -> str:
-    """How much higher the first of each pair is: the mean with its interval."""
-    found = interval(np.subtract(*np.transpose(pairs)))
+def difference(gaps: list[float]) -> str:
+    """The mean of differences of loss, with its interval."""
+    found = interval(gaps)
     low = found.mean - found.half
     high = found.mean + found.half
-    zero = ", which includes 0" if low <= 0 <= high else ""
-    return (
-        f"{found.mean:+.4f} ± {found.half:.4f} nats/token, n = {found.n} "
-        f"(95 % t interval {low:+.4f} to {high:+.4f}{zero}; paired by seed)"
-    )
+    size = f"{found.mean:+.4f} ± {found.half:.4f} nats/token, n = {found.n}"
+    span = f"{low:+.4f} to {high:+.4f}"
+    if low <= 0 <= high:
+        span += ", which includes 0"
+    return f"{size} (95 % t interval {span}; paired by seed)"
 
 
 def circumstances(run: Run) -> dict:
@@ -144,19 +149,20 @@ def headline(runs: list[Run]) -> str:
 
 def loss_table(runs: list[Run]) -> list[str]:
     """Each run at its own mu_rec, then its losses at all depths."""
-    depths = set().union(*(run.last["loss"] for run in runs))
+    depths = sorted(set().union(*(run.last["loss"] for run in runs)))
+    names = [f"depth {depth}" for depth in depths]
     rows = []
     for run in runs:
-        row = {
-            "run": run.name,
-            "depth": run.depth,
-            "validation loss": run.loss,
-            "less the first's": run.loss - runs[0].loss,
-            "perplexity": np.exp(run.loss),
-            "bits per byte": run.last["bpb"].get(run.depth),
-        }
-        rows.append(row | {f"depth {depth}": run.last["loss"].get(depth) for depth in depths})
-    return records_table(rows, LOSSES | {f"depth {depth}": ".4f" for depth in sorted(depths)})
+        losses = run.last["loss"]
+        row = {"run": run.name, "depth": run.depth}
+        row["validation loss"] = run.loss
+        row["less the first's"] = run.loss - runs[0].loss
+        row["perplexity"] = np.exp(run.loss)
+        row["bits per byte"] = run.last["bpb"].get(run.depth)
+        for name, depth in zip(names, depths, strict=True):
+            row[name] = losses.get(depth)
+        rows.append(row)
+    return records_table(rows, LOSSES | dict.fromkeys(names, ".4f"))
 
 
 def flag_table(runs: list[Run]) -> list[str]:
@@ -174,19 +180,13 @@ def cost_table(runs: list[Run]) -> list[str]:
     rows = []
     for run in runs:
         tokens = run.train[-1]["tokens"]
-        speed = np.median(series(run.train, "tok_s"))
-        minutes = series(run.train, "ms").sum() / 6e4
-        memory = series(run.train, "mem_gb").max()
-        row = {
-            "run": run.name,
-            "parameters": run.config["params"],
-            "tokens trained": tokens,
-            "training FLOPs": tokens * run.config["flops_per_token"],
-            "tokens/s": speed,
-            "minutes in steps": minutes,
-            "peak memory, GB": memory,
-            "machine": run.config.get("machine"),
-        }
+        row = {"run": run.name, "parameters": run.config["params"]}
+        row["tokens trained"] = tokens
+        row["training FLOPs"] = tokens * run.config["flops_per_token"]
+        row["tokens/s"] = np.median(series(run.train, "tok_s"))
+        row["minutes in steps"] = series(run.train, "ms").sum() / 6e4
+        row["peak memory, GB"] = series(run.train, "mem_gb").max()
+        row["machine"] = run.config.get("machine")
         rows.append(row)
     return records_table(rows, COSTS)
 
@@ -198,7 +198,8 @@ def series(records: list[dict], name: str) -> np.ndarray:
 
 def thinned(records: list[dict], name: str) -> list[float]:
     values = series(records, name)
-    return [part.mean() for part in np.array_split(values, min(POINTS, len(values)))]
+    parts = np.array_split(values, min(POINTS, len(values)))
+    return [part.mean() for part in parts]
 
 
 def training_figure(runs: list[Run], out: Path) -> list[str]:
@@ -213,8 +214,9 @@ def training_figure(runs: list[Run], out: Path) -> list[str]:
     if max(len(run.evals) for run in runs) > 1:
         curves = []
         for run in runs:
+            tokens = series(run.evals, "tokens") / 1e6
             losses = [evaluation["loss"].get(run.depth) for evaluation in run.evals]
-            curves.append((series(run.evals, "tokens") / 1e6, np.array(losses, float)))
+            curves.append((tokens, np.array(losses, float)))
         panels.insert(1, Panel(TOKENS, "validation loss, nats/token", curves))
     return figure(out / "training.png", "Over training.", names, panels)
 
@@ -233,12 +235,14 @@ def core_section(rules: CoreRules, runs: list[Run], out: Path) -> list[str]:
                 if average:
                     rows.append({"run": run.name, "depth": depth, **average})
     size = rules.max_per_task or "all"
-    title = f"## {rules.panel}, protocol {rules.protocol}, baselines {rules.baselines}, {size} examples a task"
-    panels = [radar(kind, scores) for kind in RADARS.get(rules.panel, [])]
-    file = "_".join(["radar", *(str(rule) for rule in rules if rule)])
-    caption = "Mean centred accuracy by category at mu_rec."
+    title = f"## {rules.panel}, protocol {rules.protocol}, baselines {rules.baselines}, "
+    title += f"{size} examples a task"
     lines = [title, "", *records_table(rows, SCORES), *task_table(names, scores)]
-    return lines + figure(out / f"{file}.png", caption, [*names, "chance"], panels, polar=True)
+    panels = [radar(kind, scores) for kind in RADARS.get(rules.panel, [])]
+    known = [str(rule) for rule in rules if rule]
+    file = out / f"radar_{'_'.join(known)}.png"
+    caption = "Mean centred accuracy by category at mu_rec."
+    return lines + figure(file, caption, [*names, "chance"], panels, polar=True)
 
 
 def task_table(names: list[str], scores: list[dict]) -> list[str]:
@@ -259,8 +263,9 @@ def radar(kind: str, scores: list[dict]) -> Panel:
     angles = np.linspace(0, 2 * math.pi, len(names) + 1)
     curves = []
     for score in scores:
-        means = [score[kind].get(name) for name in [*names, names[0]]]
-        curves.append((angles, np.array(means, float)))
+        means = [score[kind].get(name) for name in names]
+        closed = np.array([*means, means[0]], float)
+        curves.append((angles, closed))
     curves.append((angles, np.zeros(len(angles))))
     labels = [textwrap.fill(name, 16, break_long_words=False) for name in names]
     return Panel("", "", curves, {"xticks": angles[:-1], "xticklabels": labels})
@@ -290,7 +295,8 @@ def write_report(runs: list[Run], out: Path) -> list[str]:
     lines += ["## What differs", "", *flag_table(runs)]
     lines += ["## Cost", "", *cost_table(runs)]
     for rules in dict.fromkeys(chain(*(run.core for run in runs))):
-        lines += core_section(rules, [run for run in runs if rules in run.core], out)
+        scored = [run for run in runs if rules in run.core]
+        lines += core_section(rules, scored, out)
     for run in runs:
         lines += sample_section(run)
     (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
@@ -304,10 +310,13 @@ def main():
     add("--out", type=Path, help="for report.md and figures (default: the runs' common parent)")
     args = parser.parse_args()
     runs = [read_run(path) for path in args.runs]
-    common = Path(os.path.commonpath([path.resolve().parent for path in args.runs]))
+    parents = [run.path.resolve().parent for run in runs]
+    common = Path(os.path.commonpath(parents))
     for run in runs:
         run.name = str(run.path.resolve().relative_to(common))
-    out = args.out or (common if len(runs) > 1 else args.runs[0])
+    out = common if len(runs) > 1 else args.runs[0]
+    if args.out:
+        out = args.out
     out.mkdir(parents=True, exist_ok=True)
     print("\n".join(write_report(runs, out)))
     print(f"report: {out / 'report.md'}")

@@ -104,8 +104,10 @@ def read(model, ids, positions, keys, cache, depth: Depth, live=None):
         live = torch.ones_like(ids, dtype=torch.bool)
     one_by_one = depth.exit == "kl" or 0 < cache.cache_loops < depth.loops
     if one_by_one and ids.size(1) > 1:
-        tokens = zip(ids.split(1, 1), positions.split(1, 1), live.split(1, 1), strict=True)
-        done = [read(model, i, at, keys, cache, depth, alive) for i, at, alive in tokens]
+        columns = [part.split(1, 1) for part in (ids, positions, live)]
+        done = []
+        for token, at, alive in zip(*columns, strict=True):
+            done.append(read(model, token, at, keys, cache, depth, alive))
         hidden, taken = zip(*done, strict=True)
         return torch.cat(hidden, 1), torch.cat(taken, 1)
     cache.place(positions, *model.rotary(positions))
@@ -173,13 +175,12 @@ def generate(model, prompts, keys, depth: Depth, how: Sampling, count: Counter |
         count["bytes"] = cache.bytes()
         logits = model.head(hidden[every, sizes - 1])
         if not torch.isfinite(logits).all():
-            fail(
-                f"the model's answer at depth {depth.loops} is not finite: training diverged, "
-                "or the depth is too large"
-            )
+            why = "training diverged, or the depth is too large"
+            fail(f"the model's answer at depth {depth.loops} is not finite: {why}")
         u = []
         for key, text in zip(keys, texts, strict=True):
-            u.append(uniforms(sequence_key(key, 1), np.array([len(text)]))[0])
+            number = np.array([len(text)])
+            u.append(uniforms(sequence_key(key, 1), number)[0])
         drawn = pick(logits, torch.tensor(u), how).tolist()
         yield {row: drawn[row] for row in going}
         on = []
@@ -247,7 +248,7 @@ def parse_args():
     add("--max-tokens", type=positive_int, default=128, help="tokens to add (default: %(default)s)")
     add("--num", type=positive_int, default=1, help="samples of each prompt (default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
-    add_device(parser)
+    add("--device", default="auto", choices=DEVICES, help="auto: a GPU if there is one")
     args = parser.parse_args()
     exits = (args.exit, args.exit_threshold, args.max_depth)
     if args.depth != "auto" and exits != (None, None, None):
@@ -258,12 +259,6 @@ def parse_args():
     if not all(args.prompt):
         fail('there is an empty prompt; give some text, for example --prompt "The"')
     return args
-
-
-def add_device(parser):
-    parser.add_argument(
-        "--device", default="auto", choices=DEVICES, help="auto: a GPU if there is one"
-    )
 
 
 def chosen_depth(args, cfg) -> Depth:

@@ -103,8 +103,9 @@ def by_sequence(draw_depths, batch: int, tokens: int):
 
 def by_batch(draw_depths, batch: int, tokens: int):
     """BATCH_GROUP consecutive sequences share a depth: n and k (batch,)."""
+    group = np.arange(batch) // BATCH_GROUP
     n, k = draw_depths(math.ceil(batch / BATCH_GROUP))
-    return np.repeat(n, BATCH_GROUP)[:batch], np.repeat(k, BATCH_GROUP)[:batch]
+    return n[group], k[group]
 
 
 def by_token(draw_depths, batch: int, tokens: int):
@@ -137,9 +138,8 @@ def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
     points = 1 << 16
     index = np.arange(points)
     u = (index + 0.5) / points
-    v = (
-        index * 0.6180339887498949 + 0.5
-    ) % 1.0  # the golden ratio's multiples fill (0, 1) evenly, whatever u is
+    # the golden ratio's multiples fill (0, 1) evenly, whatever u is
+    v = (index * 0.6180339887498949 + 0.5) % 1.0
     v = np.clip(v, 1e-6, 1 - 1e-6)
     n, k = DEPTH_LAWS[law](mu_rec, mu_bwd, u, v)
     return float(n.mean()), float(k.mean())
@@ -161,9 +161,7 @@ class Loop:
     number: int  # loops that ran before it
     active: int  # rows 0 … active - 1 take it
     index: torch.Tensor  # (active,), or (B, T): how many loops each row, or token, has taken before
-    live: torch.Tensor | None = (
-        None  # (B, T) bool: tokens that take it; None: all tokens of the active rows
-    )
+    live: torch.Tensor | None = None  # (B, T) bool: tokens that take it; None: all of active rows
     gradient: bool = False
 
 
@@ -204,10 +202,11 @@ def row_loops(n: np.ndarray, k: np.ndarray) -> list[Loop]:
     for t in range(n[0]):
         active = int((n > t).sum())
         loops.append(Loop(t, active, index=np.full(len(n), t)))
+    late = k[0] - k  # loops that a row waits before its first with gradient
     for j in range(k[0]):
-        late = k[0] - k  # loops that a row waits before its first with gradient
         active = int((late <= j).sum())
-        loops.append(Loop(n[0] + j, active, index=n + j - late, gradient=True))
+        index = n + j - late
+        loops.append(Loop(n[0] + j, active, index, gradient=True))
     return loops
 
 
@@ -219,5 +218,5 @@ def token_loops(n: np.ndarray, k: np.ndarray) -> list[Loop]:
         loops.append(Loop(t, len(n), index, live=n > t))
     for j in range(k.max()):
         number = n.max() + j
-        loops.append(Loop(number, len(n), index=n + j, live=k > j, gradient=True))
+        loops.append(Loop(number, len(n), n + j, live=k > j, gradient=True))
     return loops

@@ -51,9 +51,10 @@ def inverse_rms(x: torch.Tensor) -> torch.Tensor:
 
 def pad_rows(x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
     """x (R, T, *) with rows of `value` appended, (rows, T, *)."""
-    if x.size(0) == rows:
+    missing = rows - x.size(0)
+    if missing == 0:
         return x
-    return F.pad(x, (0, 0, 0, 0, 0, rows - x.size(0)), value=value)
+    return F.pad(x, (0, 0, 0, 0, 0, missing), value=value)
 
 
 class PlainLoop(nn.Module):
@@ -88,7 +89,8 @@ class AttnRes(PlainLoop):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.query = nn.Parameter(torch.empty(INDICES * cfg.mu_rec, cfg.d_model))  # (Q, D)
+        indices = INDICES * cfg.mu_rec
+        self.query = nn.Parameter(torch.empty(indices, cfg.d_model))  # (Q, D)
 
     def initial(self, part: str) -> torch.Tensor:
         return torch.zeros_like(self.query)
@@ -97,8 +99,8 @@ class AttnRes(PlainLoop):
         """v (R, T, D) and its scores under every query (R, T, Q): one matrix product instead of one
         read per loop.
         """
-        scores = F.linear(v, self.query.to(v.dtype)) * inverse_rms(v)
-        return v, scores
+        products = F.linear(v, self.query.to(v.dtype))
+        return v, products * inverse_rms(v)
 
     def start(self, h):
         return h, [self.entry(h)]
@@ -151,7 +153,8 @@ class HyperConnected(PlainLoop):
         self.norm = nn.Parameter(torch.empty(width))
         self.gate = nn.Parameter(torch.empty(3 * self.streams, width))  # [W_pre, W_post, W_res]
         self.bias = nn.Parameter(torch.empty(3 * self.streams))
-        self.phase = nn.Parameter(torch.empty(INDICES * cfg.mu_rec, cfg.d_model))  # p, (Q, D)
+        indices = INDICES * cfg.mu_rec
+        self.phase = nn.Parameter(torch.empty(indices, cfg.d_model))  # p, (Q, D)
 
     def initial(self, part: str) -> torch.Tensor:
         if part == "norm":
@@ -161,7 +164,8 @@ class HyperConnected(PlainLoop):
         keep = torch.full((self.streams,), 4.0)
         if self.streams == 1:
             return torch.cat([keep, torch.zeros(1), keep])
-        read = torch.full((self.streams,), -math.log(self.streams - 1))
+        share = -math.log(self.streams - 1)  # σ(share) = 1 / S
+        read = torch.full((self.streams,), share)
         write = torch.linspace(-1, 1, self.streams)  # σ(-x) + σ(x) = 1: the mean of b is 1
         return torch.cat([read, write, keep])
 
@@ -173,14 +177,14 @@ class HyperConnected(PlainLoop):
         streams s's dtype.
         """
         flat = s.flatten(2)  # (a, T, S D)
-        z = F.linear(flat, (self.gate * self.norm).to(s.dtype)) * inverse_rms(
-            flat
-        )  # W RMSNorm(flat), float32
+        matrix = (self.gate * self.norm).to(s.dtype)
+        z = F.linear(flat, matrix) * inverse_rms(flat)  # W RMSNorm(flat), float32
         gates = (z + self.bias).sigmoid().unsqueeze(-1)  # (a, T, 3 S, 1)
         a, b, r = gates.chunk(3, 2)
         c = (a * s).sum(2).to(s.dtype)  # (a, T, D)
         u = propose(c) - c + at_index(self.phase, index)
-        return (r * s + 2 * b * u.unsqueeze(2)).to(s.dtype)
+        written = 2 * b * u.unsqueeze(2)
+        return (r * s + written).to(s.dtype)
 
     def read(self, s):
         return s.mean(2)

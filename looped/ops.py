@@ -23,7 +23,8 @@ def attend(q, k, v):
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or q.size(2) > 512:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     tokens = q.size(2)
-    mask = torch.full((tokens, tokens), -math.inf, dtype=q.dtype).triu(1)
+    later = torch.full((tokens, tokens), -math.inf, dtype=q.dtype)
+    mask = later.triu(1)
     scale = q.size(3) ** -0.5
     keys = k.flatten(0, 1)
     scores = torch.baddbmm(mask, q.flatten(0, 1), keys.mT, alpha=scale)  # (B H, T, T)
@@ -49,7 +50,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             x = h[i : i + chunk]
             y = target[i : i + chunk, None]
             p = torch.softmax(x @ w.T, -1, dtype=torch.float32)  # (n, V)
-            loss -= p.gather(1, y).clamp_min(1e-38).log().sum()
+            right = p.gather(1, y).clamp_min(1e-38)
+            loss -= right.log().sum()
             p.scatter_add_(1, y, p.new_full(y.shape, -1.0))  # the logits' gradient
             p = p.to(h.dtype)
             dh[i : i + chunk] = p @ w

@@ -77,11 +77,21 @@ def hashed_normal(
     # · -c: of the plain product Inductor makes one of 32-bit integers, which Triton refuses.
     c = (1 << 64) - GOLDEN
     z = key[:, None] + c + ~index * c
-    # The factors as signed numbers; the masks make the shifts logical ones.
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * (FACTOR_1 - (1 << 64))
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * (FACTOR_2 - (1 << 64))
-    u = ((z ^ (z >> 31)) & 0xFFFFFF).to(torch.float32)
-    u = (u + 0.5) * (2.0**-23) - 1.0  # (-1, 1)
+    z = (z ^ logical_shift(z, 30)) * signed(FACTOR_1)
+    z = (z ^ logical_shift(z, 27)) * signed(FACTOR_2)
+    low = (z ^ (z >> 31)) & 0xFFFFFF
+    u = (low.to(torch.float32) + 0.5) * (2.0**-23) - 1.0  # (-1, 1)
     root = math.sqrt(2)
-    x = torch.erfinv(u * math.erf(cut / root)) * (std * root)
+    inside = u * math.erf(cut / root)
+    x = torch.erfinv(inside) * (std * root)
     return x.view(key.shape[0], tokens, width)
+
+
+def signed(factor: int) -> int:
+    """A factor of at least 2^63 as the signed 64-bit number of the same bits."""
+    return factor - (1 << 64)
+
+
+def logical_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """z >> bits with zeros coming in from the left, as of unsigned numbers."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

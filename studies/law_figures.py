@@ -105,7 +105,7 @@ def draw_power_law(axes, flops, line) -> None:
     if line is None:
         return
     exponents, log_k = line
-    curves = log_k[:, None] + exponents[:, None] * np.log(flops)
+    curves = log_k[:, None] + np.outer(exponents, np.log(flops))
     low, fit, high = low_fit_high(np.exp(curves))
     axes.plot(flops, fit, "k", label=f"C^{exponents[0]:.2f}, 95 % interval")
     axes.fill_between(flops, low, high, color="0.9")

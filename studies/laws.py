@@ -164,7 +164,8 @@ class Problem:
         size = np.log(rows[["n_eff", "tokens"]].to_numpy())
         self.center = size.mean(0)
         ln_N, ln_D = (size - self.center).T
-        self.X = np.stack([ln_N, ln_D, rows.depth, np.log(rows.mu_rec)], axis=1)
+        columns = [ln_N, ln_D, rows.depth, np.log(rows.mu_rec)]
+        self.X = np.stack(columns, axis=1)
         self.y = np.log(rows.loss.to_numpy())
         self.index = [PARAMS.index(name) for name in law.free]
         self.fixed = np.full(8, np.log(ZERO))
@@ -204,7 +205,8 @@ class Problem:
 
     def solve(self, rng) -> list:
         """The KEPT best of RESTARTS random starts, descended to the end, best first."""
-        starts = rng.uniform(self.first, self.last, (RESTARTS, len(self.index)))
+        shape = (RESTARTS, len(self.index))
+        starts = rng.uniform(self.first, self.last, shape)
         rough = [self.descend(start, method="dogbox", max_nfev=20) for start in starts]
         rough.sort(key=attrgetter("cost"))
         found = [self.descend(result.x, **EXACT) for result in rough[:KEPT]]
@@ -212,7 +214,8 @@ class Problem:
 
     def at_bound(self, q) -> list[str]:
         distance = np.minimum(q - self.low, self.high - q)
-        return [f"{PARAMS[j]} at a bound" for j, d in zip(self.index, distance) if d < 1e-6]
+        near = np.array(self.index)[distance < 1e-6]
+        return [f"{PARAMS[i]} at a bound" for i in near]
 
 
 @dataclass
@@ -231,7 +234,8 @@ def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
     law = LAWS[name]
     problem = Problem(rows, law)
     best = problem.solve(rng)[0].x
-    places = [np.flatnonzero(rows.run == run) for run in rows.run.unique()]
+    runs = rows.run.unique()
+    places = [np.flatnonzero(rows.run == run) for run in runs]
     found = [best]
     for _ in range(RESAMPLES):
         drawn = rng.integers(len(places), size=len(places))
@@ -243,10 +247,12 @@ def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
     for budget in rows.budget.unique():
         out = (rows.budget == budget).to_numpy()
         others = problem.descend(best, np.flatnonzero(~out)).x
-        left_out[out] = predict_rows(problem.logs([others]), rows[out])[0]
+        of_others = problem.logs([others])
+        left_out[out] = predict_rows(of_others, rows[out])[0]
         off = percent_off(left_out[out], rows.loss[out])
         errors[f"percent without {budget:.2g} FLOPs"] = off.mean()
-    values = dict(zip(law.free, np.exp(logs[0, problem.index])))
+    fitted = np.exp(logs[0, problem.index])
+    values = dict(zip(law.free, fitted))
     return Fit(values, problem.at_bound(best), logs, errors, left_out)
 
 
@@ -266,12 +272,13 @@ def prediction_errors(logs, rows: pd.DataFrame) -> dict[str, float]:
     guess = predict_rows(logs[:1], rows)[0]
     percent = percent_off(guess, rows.loss)
     oracle = percent_off(oracle_losses(logs, rows), rows.loss)
+    total = len(rows) * huber_on_log(guess, rows.loss)
     return {
         "percent": percent.mean(),
         "largest percent": percent.max(),
         "oracle percent": oracle.mean(),
         "largest oracle percent": oracle.max(),
-        "huber": len(rows) * huber_on_log(guess, rows.loss),
+        "huber": total,
     }
 
 
@@ -306,7 +313,9 @@ def fit_isoflop(rows: pd.DataFrame, rng, left: list[str]) -> dict:
         grids[budget] = Grid(x, np.log(runs.tokens.to_numpy()), smooth)
         share = math.sqrt(len(x) / (len(x) - 3))  # three parameters took theirs
         residuals += list((runs.loss - smooth) * share)
-    budgets = [lowest_point(budget, grid, residuals, rng) for budget, grid in grids.items()]
+    budgets = []
+    for budget, grid in grids.items():
+        budgets.append(lowest_point(budget, grid, residuals, rng))
     inner = [found for found in budgets if found["inside"]]
     laws = {}
     if len(inner) > 1:
@@ -363,8 +372,9 @@ def fit_form(name: str, T, loss) -> dict:
         return {"E": 0.0, "Z": math.exp(log_Z), "z": -slope}
     least = math.inf
     for z in np.geomspace(1e-3, 20, 40):
-        Z, E = np.polyfit(np.exp(-z * t), loss, 1)
-        error = np.linalg.norm(exponential(t, E, Z, z) - loss)
+        decay = np.exp(-z * t)
+        Z, E = np.polyfit(decay, loss, 1)
+        error = np.linalg.norm(E + Z * decay - loss)
         if error < least:
             least = error
             start = [max(E, 1e-9), Z, z]

@@ -59,7 +59,7 @@ def wanted_settings(flags: list[str], ranks: int = 1) -> tuple[dict, float]:
 def same_run(line: dict, settings: dict) -> bool:
     """Whether a line was made with these settings; what it lacks had the default of today."""
     known = defaults() | line["settings"]
-    return all(known.get(name) == value for name, value in settings.items())
+    return settings.items() <= known.items()
 
 
 @functools.cache
@@ -105,8 +105,10 @@ def plain(value):
 
 def thinned(steps: pd.DataFrame) -> dict[str, list]:
     """The training curve in at most CURVE_POINTS points: means, and the last of their tokens."""
-    parts = np.array_split(np.arange(len(steps)), min(CURVE_POINTS, len(steps)))
-    curve = {"tokens": [int(steps.tokens[part[-1]]) for part in parts]}
+    count = min(CURVE_POINTS, len(steps))
+    parts = np.array_split(np.arange(len(steps)), count)
+    lasts = [part[-1] for part in parts]
+    curve = {"tokens": steps.tokens[lasts].astype(int).tolist()}
     for name in CURVES:
         values = steps[name].to_numpy(float)
         if np.isfinite(values).any():
@@ -184,16 +186,15 @@ def identity(run: Run) -> dict:
 
 def of_steps(steps: pd.DataFrame) -> dict:
     """What the training log says of a run."""
-    numbers = {
-        "first_loss": steps.loss[0],
-        "last_loss": steps.loss.iloc[-1],
-        "lowest_loss": steps.loss.min(),
-        "largest_state_norm": steps.state_norm.max(),
-        "tok_s": steps.tok_s.median(),
-        "minutes": steps.ms.sum() / 6e4,
+    return {
+        "first_loss": plain(steps.loss[0]),
+        "last_loss": plain(steps.loss.iloc[-1]),
+        "lowest_loss": plain(steps.loss.min()),
+        "largest_state_norm": plain(steps.state_norm.max()),
+        "tok_s": plain(steps.tok_s.median()),
+        "minutes": plain(steps.ms.sum() / 6e4),
+        "curve": thinned(steps),
     }
-    found = {name: plain(value) for name, value in numbers.items()}
-    return found | {"curve": thinned(steps)}
 
 
 # -- the file

@@ -10,6 +10,7 @@ token, our `encode` as those seven characters.
 
 import base64
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from looped.console import fail, outside
@@ -18,7 +19,8 @@ from looped.tokenizer import SPECIALS, encoding, file_content, load_tokenizer
 SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes shown as themselves
 HIDDEN = [byte for byte in range(256) if byte not in SHOWN]
 # the visible character that stands for each byte
-ALPHABET = {byte: chr(byte) for byte in SHOWN} | {b: chr(256 + i) for i, b in enumerate(HIDDEN)}
+ALPHABET = {byte: chr(byte) for byte in SHOWN}
+ALPHABET |= {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
 BYTES = {char: byte for byte, char in ALPHABET.items()}
 
 
@@ -37,11 +39,12 @@ def merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
     for token, rank in ranks.items():
         parts = [bytes([byte]) for byte in token]
         while len(parts) > 2:
-            joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
-            if min(joined) >= rank:
+            joined = [a + b for a, b in pairwise(parts)]
+            earliest = min(joined, key=lambda pair: ranks.get(pair, rank))
+            if ranks.get(earliest, rank) >= rank:
                 break
-            first = joined.index(min(joined))
-            parts[first : first + 2] = [parts[first] + parts[first + 1]]
+            first = joined.index(earliest)
+            parts[first : first + 2] = [earliest]
         if len(parts) == 2:
             pairs.append(tuple(parts))
     return pairs
@@ -53,11 +56,12 @@ def tokenizer_to_hf(path) -> dict:
     data = json.loads(Path(path).read_text())
     tokens = [base64.b64decode(token) for token in data["ranks"]]
     vocab = {visible(token): i for i, token in enumerate(tokens)}
+    pairs = [[visible(a), visible(b)] for a, b in merges(tokens)]
     model = {
         "type": "BPE",
         "ignore_merges": True,
         "vocab": vocab | data["specials"],
-        "merges": [[visible(a), visible(b)] for a, b in merges(tokens)],
+        "merges": pairs,
         "dropout": None,
         "unk_token": None,
         "continuing_subword_prefix": None,
@@ -118,7 +122,8 @@ def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
 
 def read_tokenizer(path: Path) -> tuple[dict, list[int]]:
     """A tokenizer file, ours or theirs -> ours, and for each of our ids the file's."""
-    advice = "give with --tokenizer a file of tokenizer_train.py, or byte-level BPE in Hugging Face's format"
+    advice = "give with --tokenizer a file of tokenizer_train.py, or byte-level BPE in Hugging "
+    advice += "Face's format"
     if not path.is_file():
         fail(f"there is no tokenizer {path}; {advice}")
     with outside(f"{path} is no such tokenizer", advice):

@@ -1,9 +1,10 @@
-"""Text in, rows of tokens out: packing, and the stream of training sequences. Documents come from
-looped/corpus.py.
+"""Text in, rows of tokens out: packing, and the stream of training sequences. The documents come
+from looped/corpus.py.
 
-    python dataloader.py stdlib --out data/stdlib                      # offline corpus: this Python's standard library
-    python dataloader.py download --out data/fineweb-edu --shards 240  # FineWeb-Edu: shards 0 to 239 and validation
-    python dataloader.py pack --data data/stdlib --tokenizer data/tokenizer.json --seq-len 256 --out data/packed
+    python dataloader.py stdlib --out data/stdlib                      # this Python's own library
+    python dataloader.py download --out data/fineweb-edu --shards 240  # FineWeb-Edu
+    python dataloader.py pack --data data/stdlib --tokenizer data/tokenizer.json --seq-len 256 \\
+        --out data/packed
 
 Packing (BestFit-Crop, arXiv 2404.10830): a row is seq_len + 1 tokens; each document follows a BOS,
 so every row begins with one; of a buffer of 1,000 documents the longest that still fits is placed,
@@ -36,6 +37,7 @@ import numpy as np
 from looped import corpus
 from looped.console import Parser, fail, number, outside, positive_int, run_cli, wait_until
 from looped.files import file_hash, lock, read_checked, write_atomic, write_checked
+from looped.randomness import permute
 from looped.tokenizer import BOS, encode_array, load_tokenizer
 
 BUFFER = 1000  # documents the packer chooses from
@@ -80,7 +82,7 @@ def pieces(ids, settings):
 
 
 def best_fit(documents, row):
-    """Yields each row as an array of tokens; the last may be incomplete. documents: arrays of ids."""
+    """Arrays of ids -> yields each row as an array of tokens; the last may be incomplete."""
     numbered = enumerate(documents)
     waiting = []  # (length, number, tokens), sorted
     parts = []
@@ -108,9 +110,7 @@ def best_fit(documents, row):
 
 
 def npy_header(rows, row):
-    """The head of a .npy file of uint16 rows: 128 bytes for any number, so that it can be written
-    last.
-    """
+    """The head of a .npy file of uint16 rows: 128 bytes for any number, so it can be written last."""
     head = io.BytesIO()
     shape = {"descr": "<u2", "fortran_order": False, "shape": (rows, row)}
     np.lib.format.write_array_header_1_0(head, shape)
@@ -118,9 +118,7 @@ def npy_header(rows, row):
 
 
 def pack_shard(folder, job, settings):
-    """The files of a job -> a .npy file of rows in the folder; returns its entry in the manifest, a
-    dict.
-    """
+    """The files of a job -> a .npy file of rows in the folder, and its entry in the manifest."""
     enc = load_tokenizer(folder / "tokenizer.json")
     row = settings.seq_len + 1
     counts = Counter()
@@ -174,19 +172,13 @@ def still_good(path, entry, job, row):
 
 
 def plan(args):
-    """The Settings and the jobs that the flags ask for, validation first: training needs it from
-    the start.
-    """
+    """The Settings and the jobs that the flags ask for, validation first: training begins with it."""
     enc = load_tokenizer(args.tokenizer)
     if enc.n_vocab > 65_536:
-        fail(
-            f"{args.tokenizer} has {enc.n_vocab} entries; ids are stored in 16 bits, so at most 65536"
-        )
+        limit = "ids are stored in 16 bits, so at most 65536"
+        fail(f"{args.tokenizer} has {enc.n_vocab} entries; {limit}")
     if args.stream:
-        units = [
-            corpus.Unit(name, [Path(args.data) / name]) for name in corpus.shard_names(args.stream)
-        ]
-        sources = corpus.Sources(units[1:], units[0])
+        sources = corpus.shard_sources(args.data, args.stream)
     else:
         sources = corpus.find_sources(args.data, args.val_file)
     settings = Settings(
@@ -229,10 +221,11 @@ def earlier_shards(folder, manifest, jobs, row):
 
 def save_manifest(folder, settings, entries, **more):
     """Lists the shards, validation first; more is there when all is packed."""
-    manifest = asdict(settings) | {"val": None, "train": entries[1:], "complete": bool(more)} | more
-    if entries:
-        manifest["val"] = entries[0]
-    write_checked(folder / "manifest.json", manifest)
+    manifest = asdict(settings)
+    manifest["val"] = entries[0] if entries else None
+    manifest["train"] = entries[1:]
+    manifest["complete"] = bool(more)
+    write_checked(folder / "manifest.json", manifest | more)
 
 
 def count_targets(folder, entry, vocab_size):
@@ -266,7 +259,7 @@ def end_with_parent(parent):
 
 @contextmanager
 def worker_pool(n):
-    """n processes that end with this one, or one thread; a worker's death and Ctrl-C are seen to."""
+    """n processes that end with this one, or one thread; handles a worker's death and Ctrl-C."""
     if n == 1:
         pool = ThreadPoolExecutor(1)
     else:
@@ -324,9 +317,8 @@ def pack(args):
                 check_settings(out, manifest, settings)
                 good = earlier_shards(out, manifest, jobs, args.seq_len + 1)
         elif own.exists() and file_hash(own) != settings.tokenizer_sha256:
-            fail(
-                f"{own} is another tokenizer than {args.tokenizer}; move it or choose another --out"
-            )
+            advice = "move it or choose another --out"
+            fail(f"{own} is another tokenizer than {args.tokenizer}; {advice}")
         write_atomic(own, Path(args.tokenizer).read_bytes())  # the rows' copy
         missing = [job for job in jobs if job.file not in good]
         files = [job.file for job in jobs]
@@ -366,38 +358,6 @@ def finish(folder, settings, entries):
 
 
 # ---- the training stream
-
-
-def mix(x, key):
-    """The finaliser of SplitMix64, on uint64."""
-    x = (x + key) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def permute(index, n, key):
-    """Where a keyed permutation of 0 … n-1 sends the given indices.
-
-    A Feistel network on the next power of two (each half is altered by a function of the other, so
-    it is one-to-one), repeated until the image is below n.
-    """
-    bits = (n - 1).bit_length()
-    shift = np.uint64((bits + 1) // 2)
-    low_mask = np.uint64((1 << (bits + 1) // 2) - 1)
-    high_mask = np.uint64((1 << bits // 2) - 1)
-    keys = np.frombuffer(hashlib.blake2b(key.encode()).digest(), "<u8")  # 8 rounds
-    out = np.array(index, np.uint64)
-    walking = np.arange(len(out))
-    while len(walking):
-        high = out[walking] >> shift
-        low = out[walking] & low_mask
-        for k1, k2 in keys.reshape(-1, 2):
-            high ^= mix(low, k1) & high_mask
-            low ^= mix(high, k2) & low_mask
-        out[walking] = high << shift | low
-        walking = walking[out[walking] >= n]
-    return out.astype(np.int64)
 
 
 class PackedData:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from looped.console import DAMAGE, fail, first_line
+from looped.console import DAMAGE, outside
 from looped.files import file_hash, write_atomic
 
 STAY = 2  # newest checkpoints that are kept
@@ -87,16 +87,15 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """The state, in CPU memory: tensors, numbers and containers only; ValueError for anything else."""
+    """The state, in CPU memory: tensors, numbers, containers; ValueError for anything else."""
     try:
         return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     except (OSError, MemoryError):
         raise
     except Exception as e:  # a damaged or hostile file may raise anything
         reason = "more than tensors in it" if "weights_only" in str(e) else type(e).__name__
-        raise ValueError(
-            f"{path} is not a checkpoint of this program ({reason}); delete it"
-        ) from None
+        what = f"{path} is not a checkpoint of this program ({reason}); delete it"
+        raise ValueError(what) from None
 
 
 def same_settings(state: dict, cfg) -> None:
@@ -120,11 +119,9 @@ def restore(path: Path, model, optimizer) -> int:
     """Puts a checkpoint into model and optimiser; -> its step. One of another model ends the
     program.
     """
-    try:
+    with outside(f"{path} does not fit this model", "delete it to use the one before", MISFIT):
         state = read_checkpoint(path)
         same_settings(state, model.cfg)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
-    except MISFIT as e:
-        fail(f"{path} does not fit this model ({first_line(e)}); delete it to use the one before")

@@ -194,7 +194,10 @@ def shard_name(i):
 
 PROGRAMS = Path(__file__).parents[1]
 
-LEFT_OUT = {"test", "tests", "idle_test", "lib2to3", "_bundled", "site-packages", "dist-packages", "encodings", "pydoc_data"}  # fmt: skip
+LEFT_OUT = {
+    "test", "tests", "idle_test", "lib2to3", "_bundled", "site-packages", "dist-packages",
+    "encodings", "pydoc_data",
+}  # fmt: skip
 
 
 def stdlib_modules():
@@ -261,6 +264,12 @@ def prepare_stdlib(folder: Path, vocab_size: int, seq_len: int) -> None:
 def shard_names(count):
     """The files of so many shards, that for validation first."""
     return [shard_name(i) for i in (VAL_SHARD, *range(count))]
+
+
+def shard_sources(data, count):
+    """The Sources of a download of so many shards, whether they are there yet or not."""
+    val, *train = [Unit(name, [Path(data) / name]) for name in shard_names(count)]
+    return Sources(train, val)
 
 
 def whole_parquet(path):
@@ -365,14 +374,13 @@ def check_room(out, todo, size):
     """
     need = len(todo) * size / 1e9
     free = shutil.disk_usage(out).free / 1e9
+    count = len(todo)
     print(
-        f"{out}: {len(todo)} shards to fetch, about {need:.3f} GB; {free:.3f} GB are free",
-        flush=True,
+        f"{out}: {count} shards to fetch, about {need:.3f} GB; {free:.3f} GB are free", flush=True
     )
     if need > free:
-        fail(
-            f"about {need:.3f} GB do not fit into {out} ({free:.3f} GB free); ask for fewer shards"
-        )
+        room = f"{out} ({free:.3f} GB free)"
+        fail(f"about {need:.3f} GB do not fit into {room}; ask for fewer shards")
 
 
 def download(out, shards):

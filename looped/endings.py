@@ -27,12 +27,9 @@ def explain(e: Exception, args, progress: dict) -> None:
     with contextlib.suppress(OSError):
         join_writer()
     saved = max(Path(args.out or "none").glob("step_*.pt"), default="none")
-    print(
-        f"error: rank {rank} of {world}, after step {progress['step']}: {what}; last checkpoint: {saved}; "
-        "the same command with --resume continues",
-        file=sys.stderr,
-        flush=True,
-    )
+    where = f"rank {rank} of {world}, after step {progress['step']}"
+    advice = f"last checkpoint: {saved}; the same command with --resume continues"
+    print(f"error: {where}: {what}; {advice}", file=sys.stderr, flush=True)
     if world > 1:
         os._exit(1)  # leaving a broken group in order could hang
     sys.exit(1)
@@ -46,7 +43,8 @@ def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None
         _, advice = less_memory(rows, args.batch_size or 1, world)
         device = torch.device(pick_device(args.device))
         kind = "GPU's " if device.type == "cuda" else ""
-        return f"out of {kind}memory with --device-batch-size {rows} (peak {peak_memory(device):.1f} GB); {advice}"
+        peak = f"peak {peak_memory(device):.1f} GB"
+        return f"out of {kind}memory with --device-batch-size {rows} ({peak}); {advice}"
     if isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
         reason = str(e).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         return f"another rank ended or hangs, and said why if it could ({reason})"
@@ -70,10 +68,8 @@ def stop_diverged(run, step: int) -> None:
     first = (step - run.bad) * B
     saved = max(run.folder.glob("step_*.pt"), default="none")
     if run.place.rank == 0:
-        print(
-            f"stopped at step {step}: {run.bad} steps in a row, sequences {first} to {step * B - 1}, "
-            f"had no finite loss or gradient; last good checkpoint: {saved}. Lower --adam-lr or "
-            "--muon-lr",
-            file=sys.stderr,
-        )
+        steps = f"{run.bad} steps in a row, sequences {first} to {step * B - 1}"
+        advice = f"last good checkpoint: {saved}. Lower --adam-lr or --muon-lr"
+        text = f"stopped at step {step}: {steps}, had no finite loss or gradient; {advice}"
+        print(text, file=sys.stderr)
     sys.exit(1)

@@ -7,7 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from looped.console import DAMAGE, fail
+from looped.console import DAMAGE, fail, outside
 
 
 class CoreRules(NamedTuple):
@@ -35,10 +35,8 @@ class Run:
 
 
 def read_json(path: Path):
-    try:
+    with outside(f"{path} is damaged", "restore it, or delete it and make it again"):
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        fail(f"{path} is damaged ({e}); restore it, or delete it and make it again")
 
 
 def by_depth(entries: dict) -> dict:
@@ -84,6 +82,7 @@ def read_run(path: Path) -> Run:
     last = evals[-1] if evals else {"step": 0, "loss": {}, "bpb": {}}
     mu_rec = config["model"]["mu_rec"]
     depth = min(last["loss"], key=lambda known: abs(known - mu_rec), default=mu_rec)
+    unigram = unigram_entropy(path, config["data"]["path"])
     return Run(
         name=path.name,
         path=path,
@@ -94,7 +93,7 @@ def read_run(path: Path) -> Run:
         core=read_scores(path),
         depth=depth,
         loss=last["loss"].get(depth, math.nan),
-        unigram=unigram_entropy(path, config["data"]["path"]),
+        unigram=unigram,
         notes=faults(train, last, damaged),
     )
 

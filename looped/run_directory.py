@@ -1,7 +1,4 @@
-"""
-A run directory: config.json, log.jsonl, tokenizer.json and checkpoints; made, checked, and written
-to.
-"""
+"""A run directory: config.json, log.jsonl, tokenizer.json and checkpoints; made, checked, written to."""
 
 import contextlib
 import dataclasses
@@ -16,15 +13,15 @@ from pathlib import Path
 import torch
 
 from looped.checkpoint import newest_checkpoint
-from looped.console import fail, flag
+from looped.console import DAMAGE, fail, flag, outside
 from looped.files import write_atomic
 from looped.machine import peak_flops, peak_memory
 
 # Settings that may change when a run is continued; all others decide its numbers.
 FREE = {
-    "out", "resume", "stop_at", "save_every", "keep_every", "log_every", "device_batch_size", "compile", "wandb",
-    "data", "device", "loss_chunk", "checkpoint_loops", "eval_every", "eval_tokens", "eval_depths", "core_every",
-    "bundle",
+    "out", "resume", "stop_at", "save_every", "keep_every", "log_every", "wandb", "data", "bundle",
+    "eval_every", "eval_tokens", "eval_depths", "core_every",
+    "device", "device_batch_size", "compile", "loss_chunk", "checkpoint_loops",
 }  # fmt: skip
 
 
@@ -55,21 +52,16 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
     if run.exists() and not resume:
         fail(f"{run} exists; add --resume to continue it, or name another with --out")
     continued = file.is_file()
+    advice = "restore it, or name another run with --out"
     if not continued and any(run.glob("step_*.pt")):
-        fail(
-            f"{run} has checkpoints but no config.json; restore it, or name another run with --out"
-        )
-    try:
+        fail(f"{run} has checkpoints but no config.json; {advice}")
+    with outside(f"{file} is damaged", advice):
         begun = json.loads(file.read_text()) if continued else config
         differing = differences(begun, config, defaults)
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        fail(
-            f"{file} is damaged ({type(e).__name__}: {e}); restore it, or name another run with --out"
-        )
     if differing:
-        fail(
-            f"{run} was begun with other settings: {', '.join(differing)}; repeat them, or name another with --out"
-        )
+        names = ", ".join(differing)
+        advice = "repeat them, or name another with --out"
+        fail(f"{run} was begun with other settings: {names}; {advice}")
     try:
         run.mkdir(parents=True, exist_ok=True)
         if not continued:
@@ -87,7 +79,7 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
 
 def begun_dtype(run: Path) -> str | None:
     """The activations' dtype that a run to be continued began with."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+    with contextlib.suppress(OSError, *DAMAGE):
         dtype = json.loads((run / "config.json").read_text())["dtype"]
         if dtype in ("float32", "bfloat16"):
             return dtype
@@ -96,10 +88,11 @@ def begun_dtype(run: Path) -> str | None:
 
 def is_finished(run: Path, steps: int, depths: list[int]) -> bool:
     """Whether the log ends with the final validation, at these depths."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
-        names = {str(depth) for depth in depths}
-        return last.get("final") is True and last["step"] == steps and last["loss"].keys() == names
+    with contextlib.suppress(OSError, *DAMAGE):
+        lines = (run / "log.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1])
+        evaluated = last["loss"].keys() == {str(depth) for depth in depths}
+        return last.get("final") is True and last["step"] == steps and evaluated
     return False
 
 

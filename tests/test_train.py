@@ -36,6 +36,7 @@ from looped.files import file_hash, read_checked, write_checked
 from looped.machine import HERE, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
+from looped.settings import settle_optimizer
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from model import PRESETS, Model, load_run
 from muon import AdamW, Optimizer
@@ -541,7 +542,8 @@ def test_every_flag_refuses_what_is_out_of_its_range(packed, tmp_path, capsys, m
 def test_muons_flags_are_refused_with_adamw(name, capsys):
     for given in (["--optimizer", "adamw"], ["--preset", "rdm-nano"]):
         args = train.parse_args([*given, name, "0"])
-        refused(capsys, lambda: train.settle_optimizer(args), f"{name} is Muon's")  # noqa: B023
+        recipe = train.recipe_of(args.preset)
+        refused(capsys, lambda: settle_optimizer(args, recipe), f"{name} is Muon's")  # noqa: B023
 
 
 def test_a_flat_preset_with_a_core_is_looped():

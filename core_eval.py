@@ -69,8 +69,8 @@ class Settings:
 
 @contextlib.contextmanager
 def exact_products(device):
-    """float32 products in full, not in TF32. On a CPU each core takes batches of its own: such
-    small products gain little from a split.
+    """Within, float32 products are exact, not TF32. On a CPU each core takes batches of its own:
+    such small products gain little from being split.
     """
     tf32 = torch.backends.cuda.matmul.allow_tf32
     threads = torch.get_num_threads()
@@ -136,7 +136,9 @@ def batches(rows: list[Row], budget: int) -> list[list[Row]]:
 
 
 def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict]:
-    """-> for each depth {span: (3, s) of its tokens}. A GPU is waited for once, at the end."""
+    """-> for each depth {span: (3, s), token_scores of its tokens}. A GPU is waited for once, at
+    the end.
+    """
     if not work.rows:
         return [{} for _ in settings.depths]
     device = settings.place.device
@@ -167,7 +169,7 @@ class Answer:
 
 
 def decide_lm(example: Example, scores: dict) -> Answer:
-    """Right if all tokens, or none, are the greedy ones."""
+    """Right if every scored token is the greedy one, or if none is scored."""
     if not any(example.spans):
         return Answer(1, math.inf)
     loss, greedy, lead = scores[example.spans[0]]
@@ -176,9 +178,9 @@ def decide_lm(example: Example, scores: dict) -> Answer:
 
 
 def decide(example: Example, scores: dict, protocol) -> Answer:
-    """The option of least mean loss, by Python's min and index: the first of equals; a NaN, the
-    mean of an empty span, wins in first place and loses elsewhere. dclm compares float32
-    exponentials, which tie where losses may not.
+    """The option of least mean loss, of equals the first. The mean of an empty span is NaN, which
+    Python's min keeps where it comes first and passes over elsewhere. dclm compares exp(loss) in
+    float32, where losses that differ may be equal.
     """
     means = {None: math.nan}
     for span in filter(None, example.spans):
@@ -230,7 +232,7 @@ def one_ahead(function, items):
 
 def score_task(model, works: list[EncodedTask], settings: Settings) -> dict[int, dict]:
     """A task, encoded for each seed -> {depth: entry}. A model without a loop has no random states:
-    with equal shots the first seed stands for all.
+    where the shots are equal too, the first seed's result stands for all.
     """
     found = {depth: {} for depth in settings.depths}
     for seed, work in zip(settings.seeds, works):
@@ -243,11 +245,11 @@ def score_task(model, works: list[EncodedTask], settings: Settings) -> dict[int,
 
 
 def evaluate(model, enc, panel: Panel, settings: Settings, entries=None, done=None) -> dict:
-    """Scores the tasks of a panel that entries, {depth: {label: entry}}, lacks; calls done(label)
-    after each.
+    """Scores the tasks of a panel that `entries`, {depth: {label: entry}}, does not hold yet, and
+    returns entries with them.
 
-    Returns entries with them. Every rank calls it. The next task is rendered and tokenised while
-    one runs.
+    Calls done(label) after each task. Every rank calls it. The next task is rendered and tokenised
+    while one runs.
     """
     entries = {depth: {} for depth in settings.depths} if entries is None else entries
     model = model.uncompiled()
@@ -373,8 +375,8 @@ def validation(model, enc, config, settings: Settings) -> dict:
 
 
 def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
-    """-> {depth: record}; what an earlier start has finished is kept, and every task is saved as
-    soon as it is done.
+    """-> {depth: record}. What an earlier start has finished is kept; every task is saved when it
+    is done.
     """
     rank, world, _ = settings.place
     protocol = "parcae" if args.protocol == "nanochat" else args.protocol

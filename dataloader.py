@@ -160,8 +160,8 @@ def pack_shard(folder, job, settings):
 
 
 def still_good(path, entry, job, row):
-    """Is a shard of an earlier run whole on disk, and of a source of the same content, or one
-    deleted since?
+    """Whether a shard of an earlier run is whole on disk, and its source unchanged or deleted
+    since.
     """
     if entry["source"] != job.source or not path.exists():
         return False
@@ -305,7 +305,7 @@ def pack_jobs(pool, workers, folder, jobs, settings):
 
 
 def pack(args):
-    """Packs what is new, several shards at a time. Killed, it loses only those begun."""
+    """Packs the shards that are missing, several at a time. Killed, it loses only those begun."""
     out = Path(args.out)
     own = out / "tokenizer.json"
     settings, jobs = plan(args)

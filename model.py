@@ -99,7 +99,7 @@ class LoopInputs:
     values: list  # (B, T, D) or None for each core layer: rows of its value table
 
     def map(self, change: Callable) -> "LoopInputs":
-        """The same with every tensor changed."""
+        """A copy with change(x) in place of every tensor x."""
         changed = {}
         for name in vars(self):
             value = getattr(self, name)
@@ -140,7 +140,7 @@ class AddInjection(nn.Module):
         return h + inputs.write
 
     def finish(self, x, inputs: LoopInputs):
-        """What the core blocks gave -> the state after the loop."""
+        """What the core blocks gave, (B, T, D) -> the state after the loop."""
         return x
 
     def statistics(self, inputs: LoopInputs, tokens: int) -> dict:
@@ -538,7 +538,9 @@ class Block(nn.Module):
 
 @dataclass
 class LoopState:
-    """The state after a loop and before it; h is made of what is carried where it is asked for."""
+    """The state after a loop and before it; h is computed from what is carried when it is asked
+    for.
+    """
 
     mechanism: nn.Module
     carried: torch.Tensor

@@ -155,7 +155,7 @@ class Muon:
         ]
 
     def apply(self, buffer: Buffer, g, rates: torch.Tensor, step, ok) -> None:
-        """Of the places that hold a matrix: they come first."""
+        """Updates the places that hold a matrix; they come first."""
         dtype = torch.bfloat16 if g.is_cuda else torch.float32
         held = slice(0, buffer.held())
         if held.stop == 0:
@@ -247,7 +247,9 @@ class Optimizer:
         self.rank = rank
         self.world = world
         self.buffers: list[tuple] = []  # (rule, Buffer)
-        dealt = 0  # matrices so far: each stack goes on where the last ended, so that the ranks' work is even
+        dealt = (
+            0  # matrices so far: a stack goes on where the last ended, which evens out the ranks
+        )
         for rule, members in groups:
             if not members:
                 continue

@@ -1,7 +1,7 @@
 """Byte-level BPE tokenizer: training (rustbpe), one JSON file, use through tiktoken.
 
     python tokenizer_train.py --data data/stdlib --vocab-size 4096 --out data/tokenizer.json
-    python tokenizer_train.py --data data/fineweb-edu --vocab-size 32768 --out data/tokenizer.json  # 2B characters
+    python tokenizer_train.py --data data/fineweb-edu --vocab-size 32768 --out data/tokenizer.json
 
 Text is cut into words by a GPT-4-style pattern with digit groups of at most two and no
 normalisation; merges never cross words. The three specials are the last ids and count inside the

@@ -341,8 +341,8 @@ def deal(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
 
 
 def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place):
-    """-> this rank's Batch, and what the log says of the step: mean depth, and a checksum of the
-    row numbers.
+    """-> this rank's Batch, and what the log says of the step: mean depth, checksum of the row
+    numbers.
     """
     B = args.batch_size
     n, k = sample_depths(cfg, args.seed, step, B)
@@ -366,10 +366,9 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place
 
 
 def schedule(step: int, steps: int, args) -> Rates:
-    """Multiples of a step: learning rates rise, stay, fall, linearly; weight decay falls linearly
-    throughout.
-
-    Neither ends at 0 while there is a step. Muon's momentum rises from 0.85 to 0.95.
+    """The rates of a step as multiples of their peaks: learning rates rise, stay and fall linearly,
+    weight decay falls linearly throughout; neither ends at 0 while there is a step. Muon's momentum
+    rises from 0.85 to 0.95.
     """
     rise = (step + 1) / max(ramp_steps(args.warmup, steps), 1)
     fall = (steps - step) / max(ramp_steps(args.cooldown, steps), 1)
@@ -485,8 +484,8 @@ def evaluate_core(run: Run, step: int) -> None:
 
 
 def measure(run: Run, step: int) -> None:
-    """The validation and the CORE panel that are due after a step; the last step's validation comes
-    by itself.
+    """The validation and the CORE panel that are due after a step. The last step is validated at
+    the end of the run.
     """
     if step % run.args.eval_every == 0 and step < run.steps:
         evaluate(run, step)
@@ -631,7 +630,9 @@ def choose_compile(args, steps: int, place: Place) -> tuple[bool, str]:
 def build(
     args, cfg: ModelConfig, data: PackedData, newest: Path | None, place: Place, compiled: bool
 ):
-    """-> model and optimiser on their device, with the weights to begin with; the step they are of."""
+    """-> model and optimiser on their device, with the weights to begin with, and the step they are
+    from.
+    """
     model = Model(cfg)
     model.dtype = getattr(torch, args.dtype)
     if args.residual_dtype != "auto":
@@ -657,7 +658,7 @@ def default_directory(args, cfg: ModelConfig) -> str:
 
 def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> tuple:
     """Rank 0 makes or checks the run directory -> on all ranks: config.json, the checkpoint to
-    continue from, and whether nothing is left to do.
+    continue from (or None), and whether nothing is left to do.
     """
     told = [None, None, False]
     if place.rank == 0:
@@ -672,7 +673,9 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
 
 
 def train(args, progress: dict) -> None:
-    """The run. progress["step"]: the last whole step, for whoever must explain its end."""
+    """The run. progress["step"] is kept at the last whole step, for the message of a run that ends
+    early.
+    """
     # 1. settings, ranks, data, run directory
     cfg = model_config(args)
     place = distributed(args.device)

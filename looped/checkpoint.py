@@ -24,8 +24,8 @@ _pending: list[Future] = []  # the one save under way; a program that ends waits
 def save_checkpoint(run: Path, step: int, model, optimizer, rank: int, keep_every: int = 0) -> None:
     """Every rank calls it; rank 0 copies the state, and the copy is written while training goes on.
 
-    keep_every: checkpoints whose step is a multiple of it stay; of the others the newest two. 0: no
-    others.
+    The newest two checkpoints stay, and those whose step is a multiple of keep_every, if it is not
+    0.
     """
     join_writer()
     moments = optimizer.state_dict()
@@ -75,8 +75,8 @@ def step_of(path: Path) -> int:
 def newest_checkpoint(run: Path) -> Path | None:
     """The newest whose checksum holds; damaged ones are named and passed over.
 
-    One without a checksum is whole as far as this program goes: it was killed between writing the
-    two.
+    One without a checksum counts as whole: the program was killed after it and before its checksum
+    was written.
     """
     for path in sorted(run.glob("step_*.pt"), reverse=True):
         mark = checksum_file(path)

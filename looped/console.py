@@ -14,7 +14,7 @@ DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, Rec
 
 
 def fail(message):
-    """The end of every user mistake: one line, exit code 2."""
+    """Ends the program with one line and exit code 2: for every mistake of the user's."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 

@@ -66,8 +66,8 @@ def stripped(row: dict) -> dict:
 def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
     """The examples of a task, in the order of scoring.
 
-    parcae cuts to `limit` before it draws shots. dclm knows no limit, so there a cut, shared by the
-    categories, changes no shots.
+    parcae cuts to `limit` before it draws shots. dclm has no limit of its own: there rows are cut
+    after the shots are drawn, an equal share of each category.
     """
     pools = defaultdict(list)  # what shots are drawn from, by category
     if protocol == "parcae":
@@ -158,8 +158,9 @@ def common_prefix(rows) -> int:
 
 
 def parcae_options(task, question, text: Encoder) -> list[Option]:
-    """Scored is, mc: what follows the common beginning of all choices; schema: the common end;
-    lm: the continuation. No option if an lm prompt does not begin as it does without it.
+    """Scored is, for mc, what follows the common beginning of all choices; for schema, their common
+    end; for lm, the continuation. Empty where the tokens of an lm prompt do not begin with those of
+    the prompt without its continuation.
     """
     row = question.row
     before = "".join(solved(task, shot) + "\n\n" for shot in question.shots)

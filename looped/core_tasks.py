@@ -301,7 +301,9 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
 
 
 def open_panel(bundle, name="core", protocol="parcae", limit=None, own=(), rank=0, world=1):
-    """load_panel; of the public bundle, fetched once, if none is given. Every rank calls it."""
+    """load_panel of the bundle given, or of the public one, which rank 0 fetches once. Every rank
+    calls it.
+    """
     if not bundle and not BUNDLE.is_file() and rank == 0:
         fetch_bundle()
     if world > 1:

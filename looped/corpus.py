@@ -1,8 +1,8 @@
 """Documents: the offline corpus, the FineWeb-Edu download, and reading folders of .parquet, .jsonl
 and .txt.
 
-    python dataloader.py stdlib --out data/stdlib                      # the source of this Python's standard library
-    python dataloader.py download --out data/fineweb-edu --shards 240  # shards 0 to 239 and the validation shard
+    python dataloader.py stdlib --out data/stdlib                      # this Python's own library
+    python dataloader.py download --out data/fineweb-edu --shards 240  # and the validation shard
 
 Damaged input is named, then skipped and counted (a document, a row group) or refused (a file). A
 file is visible under its name only when it is whole; every command can be run again and continues
@@ -306,7 +306,7 @@ def get(url, start=0):
 
 
 def size_of(response):
-    """Bytes of the whole file that a response is, or is a part of."""
+    """Bytes of the whole file, also where the response is a part of it."""
     name = "Content-Range" if response.status_code == 206 else "Content-Length"
     return int(response.headers[name].split("/")[-1])
 
@@ -345,7 +345,7 @@ class GivenUpError(Exception):
 
 
 def persistently(action, *args):
-    """action(*args), tried again while there is a point in it; raises GivenUpError(reason)."""
+    """action(*args), tried again after errors that may pass; raises GivenUpError(reason)."""
     import requests
 
     for attempt in range(ATTEMPTS):
@@ -391,7 +391,7 @@ def download(out, shards):
     names = shard_names(shards)
 
     def bring(name):
-        """Why the file is not here, or None."""
+        """Fetches a file; -> why that failed, or None."""
         reason = None
         try:
             persistently(fetch, base + name, out / name)

@@ -44,7 +44,7 @@ def poisson_quantile(u: np.ndarray, mean: np.ndarray | float) -> np.ndarray:
 
 
 def truncated_full(mu_rec, mu_bwd, u, v):
-    """The paper's: depth ~ max(1, Poisson(mu_rec)), of which the last mu_bwd loops carry gradient."""
+    """The paper's: depth ~ max(1, Poisson(mu_rec)); its last mu_bwd loops carry gradient."""
     depth = np.maximum(1, poisson_quantile(u, mu_rec))
     return np.maximum(depth - mu_bwd, 0), np.minimum(depth, mu_bwd)
 
@@ -61,8 +61,8 @@ def fill(mu_rec, mu_bwd, u, v):
 
 
 def lognormal_fill(mu_rec, mu_bwd, u, v):
-    """The original of the RDM: n ~ Poisson(e^τ) + 1, τ normal of sigma 1/2; the mean of n is mu_rec
-    - mu_bwd + 1.
+    """The original RDM's: n ~ Poisson(e^τ) + 1, τ normal of sigma 1/2; the mean of n is mu_rec -
+    mu_bwd + 1.
     """
     x = torch.from_numpy(2 * v - 1)
     normal = math.sqrt(2) * torch.erfinv(x).numpy()
@@ -146,7 +146,7 @@ def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
 
 
 def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, k) of rows as deep as one draw in ten million is: what memory must be enough for."""
+    """(n, k) of rows so deep that one draw in ten million is deeper: memory must suffice for them."""
     return draw(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 0.999))
 
 

@@ -1,4 +1,4 @@
-"""How a run may end: what befell it from outside, in one line."""
+"""How a run ends early: by an error from outside, a signal, or divergence."""
 
 import contextlib
 import os
@@ -16,8 +16,8 @@ from looped.memory import less_memory
 
 
 def explain(e: Exception, args, progress: dict) -> None:
-    """Ends the run: what befell it from outside is one line, a fault of the program keeps its
-    traceback.
+    """Ends the run after an error: one from outside (memory, disk, another rank) as one line; a
+    fault of the program keeps its traceback.
     """
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -36,7 +36,7 @@ def explain(e: Exception, args, progress: dict) -> None:
 
 
 def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None:
-    """What befell a run from outside, in words; None for a fault of the program."""
+    """An error from outside the program, in words; None for a fault of the program."""
     no_memory = isinstance(e, MemoryError | torch.OutOfMemoryError)
     if no_memory or re.search("allocate memory|bad_alloc", str(e)):
         rows = args.device_batch_size or 1
@@ -54,7 +54,7 @@ def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None
 
 
 def catch_signals() -> list[int]:
-    """A list that SIGTERM and SIGINT, from now on, only put their number into."""
+    """From now on SIGTERM and SIGINT only append their number to the list that is returned."""
     caught: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: caught.append(number))
@@ -62,7 +62,7 @@ def catch_signals() -> list[int]:
 
 
 def stop_diverged(run, step: int) -> None:
-    """Ends a run (train.py's Run) that had no finite loss or gradient in its last run.bad steps."""
+    """Ends a run (train.py's Run) whose last run.bad steps had no finite loss or gradient."""
     join_writer()
     B = run.args.batch_size
     first = (step - run.bad) * B

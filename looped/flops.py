@@ -2,8 +2,8 @@
 
 from looped.depth import mean_loops
 
-# Of a layer's attention, forward, as multiples of (tokens a row) × (width): by PaLM's count all pairs
-# of tokens, else what causality needs.
+# FLOPs of a layer's attention, forward, per token, as multiples of (tokens a row) × (width): PaLM's
+# count takes all pairs of tokens, "causal" those that causality leaves.
 ATTENTION = {"palm": 4, "causal": 2, "none": 0}
 
 

@@ -116,7 +116,7 @@ def environment() -> dict:
 
 
 def git(*command) -> str | None:
-    """What git says of the program's folder; None where it is not installed or this is no checkout."""
+    """The output of a git command in the program's folder; None without git or a checkout."""
     folder = Path(__file__).parents[1]
     with contextlib.suppress(OSError):
         out = subprocess.run(("git", *command), capture_output=True, text=True, cwd=folder)

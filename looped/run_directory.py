@@ -194,7 +194,7 @@ class RunLog:
 
 
 def add_result(run: Path, row: dict) -> None:
-    """A line in results.tsv of the nearest folder named runs."""
+    """Appends a row to results.tsv in the nearest folder named runs."""
     folder = run.parent
     for parent in run.absolute().parents:
         if parent.name == "runs":

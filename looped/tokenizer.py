@@ -30,9 +30,7 @@ def special_ids(ranks):
 
 
 def encoding(data):
-    """What a tokenizer file holds -> tiktoken.Encoding; ValueError and the like where
-    save_tokenizer would not write it.
-    """
+    """What a tokenizer file holds -> tiktoken.Encoding; ValueError and the like for anything else."""
     import tiktoken
 
     ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}

@@ -141,8 +141,8 @@ def wanted(arm: Arm, args) -> bool:
 
 
 def launch(job: Job, ranks: int, threads: int) -> str:
-    """One train.py, its output in a .txt beside the run; -> what went wrong, if anything did. That
-    a run stops for want of finite losses is no error.
+    """Runs one train.py, its output going to a .txt beside the run; -> what went wrong, or "". A
+    run that diverges is no error.
     """
     head = []
     if ranks > 1:
@@ -221,7 +221,7 @@ def evaluate_core(jobs: list[Job], args) -> None:
 
 
 def fill_in(jobs: list[Job], args) -> None:
-    """Gives each job the ledger's line, and its arms their runs."""
+    """Gives each job its line of the ledger, and its arms their runs."""
     lines = ledger.read_ledger(args.ledger)
     rows = args.rows or most_common_rows(jobs, lines)
     for job in jobs:

@@ -60,7 +60,7 @@ def text_nats(model, ids: list[int], bos: int, depth: int) -> float:
 
 
 def text_perplexities(path: Path, text: str, device: str) -> dict:
-    """Of a run at depth mu_rec."""
+    """Perplexities of a text by a run, at depth mu_rec."""
     unusable = (FileNotFoundError, ValueError, RuntimeError)
     with outside(f"{path} cannot be loaded", "give a run of train.py", unusable):
         model, cfg, _ = load_run(path, device)

@@ -33,7 +33,7 @@ import torch
 import train
 from dataloader import PackedData
 from looped.console import Parser, fail, positive_int, run_cli
-from looped.machine import Place
+from looped.machine import HERE
 from model import ModelConfig, parameter_count
 from studies import ledger
 from studies.comparisons import EXPERIMENTS, SMALL, Arm, flat, tables_of
@@ -256,7 +256,7 @@ def rows_hash(args) -> str | None:
         return PackedData(folder).sha256()
     if args.page or args.dry_run:
         return None
-    return train.open_data(given, cfg, Place(0, 1, torch.device("cpu"))).sha256()
+    return train.open_data(given, cfg, HERE).sha256()
 
 
 def import_runs(argv: list[str]) -> None:
@@ -331,8 +331,8 @@ def say_cost(jobs: list[Job], args) -> None:
     speed = CORE_SPEED if args.scale in SMALL else GPU_SPEED
     workers = args.ranks * min(args.jobs, max(1, len(todo)))
     hours = flops / (speed * workers) / 3600
-    print(f"# {len(todo)} of {len(jobs)} trainings are left to do, {flops:.3g} FLOPs: "
-          f"{hours:.2g} h, validation not counted", flush=True)  # fmt: skip
+    left = f"{len(todo)} of {len(jobs)} trainings are left to do, {flops:.3g} FLOPs"
+    print(f"# {left}: {hours:.2g} h, validation not counted", flush=True)
 
 
 def main(argv=None):

@@ -36,12 +36,13 @@ RUN_COLUMNS = {  # of a run's line, and how they are written
     "minutes": ".1f",
 }
 CELLS = (
-    "mean over seeds ± half the 95 % t interval. Source: the paper's or the post's number, at its own "
-    "scale and on its own data."
+    "mean over seeds ± half the 95 % t interval. Source: the paper's or the post's number, at its "
+    "own scale and on its own data."
 )
 DIVERGED = (
-    "A run diverged if three steps in a row had no finite loss, if its training loss ended above its start or more "
-    "than 0.5 nats above its lowest, or if the state norm became 10,000 times that of step 1."
+    "A run diverged if three steps in a row had no finite loss, if its training loss ended above "
+    "its start or more than 0.5 nats above its lowest, or if the state norm became 10,000 times "
+    "that of step 1."
 )
 
 
@@ -146,10 +147,8 @@ def sentence(d: Difference) -> str:
     if all(isinstance(number, float) for number in known):
         note += f"; source {known[1]:g} against {known[0]:g}"
     side = "lower" if mean < 0 else "higher"
-    return (
-        f"- {d.arm.name()} is {side} than {d.base.name()} by {size} nats/token, "
-        f"n = {len(d.values)}{note}."
-    )
+    pair = f"{d.arm.name()} is {side} than {d.base.name()}"
+    return f"- {pair} by {size} nats/token, n = {len(d.values)}{note}."
 
 
 def difference_table(tables: list[list[Arm]], by: str) -> list[str]:
@@ -236,9 +235,10 @@ def run_table(lines: list[dict]) -> list[str]:
     """A row for each training."""
     rows = {}
     for line in lines:
+        run = Path(line["run"])
         numbers = [fmt(line[name], spec) for name, spec in RUN_COLUMNS.items()]
         radius = fmt(line["spectra"].get("rho"))
-        rows[line["run"]] = [Path(line["run"]).name, line["seed"], *numbers, radius]
+        rows[run] = [run.name, line["seed"], *numbers, radius]
     names = [name.replace("_", " ") for name in RUN_COLUMNS]
     return ["## Runs", "", *table(["run", "seed", *names, "ρ(Ā)"], rows.values())]
 
@@ -300,11 +300,12 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
     """The figure; panels are split by the tables' rows or columns if the experiment says so."""
     groups = {}
     for arm in arms:
-        title, label = {
-            "": ("", arm.name()),
-            "row": (arm.row, arm.col),
-            "col": (arm.col, arm.row),
-        }[experiment.split]
+        title = ""
+        label = arm.name()
+        if experiment.split == "row":
+            title, label = arm.row, arm.col
+        elif experiment.split == "col":
+            title, label = arm.col, arm.row
         groups.setdefault(title, {})[label] = arm
     names = {}
     for members in groups.values():
@@ -385,5 +386,7 @@ def held_out(lines: list[dict], known: list[dict]) -> list[dict]:
 def kind(line: dict) -> dict:
     """What held-out runs share with the fitted ones."""
     free = ("steps", "seed", "mu_rec", "mu_bwd")
-    shared = {name: value for name, value in line["settings"].items() if name not in free}
-    return shared | {"data": line["data"]}
+    shared = dict(line["settings"], data=line["data"])
+    for name in free:
+        shared.pop(name, None)
+    return shared

@@ -160,7 +160,10 @@ def isoflop_lines(iso: dict) -> list[str]:
 
 def law_line(name: str, fitted: laws.Fit) -> str:
     values = np.exp(fitted.logs)
-    said = [f"{key} {span(values[:, laws.PARAMS.index(key)])}" for key in fitted.law]
+    said = []
+    for key in fitted.law:
+        resampled = values[:, laws.PARAMS.index(key)]
+        said.append(f"{key} {span(resampled)}")
     return f"- {name}: {', '.join(said + fitted.at_bound)}"
 
 
@@ -180,8 +183,8 @@ class Known:
 
 def of_paper(preset: str) -> Known:
     if preset not in laws.PAPER:
-        fail(f"the paper has no law for --preset {preset}; fit one (studies.experiments isoflop) and "
-             "give --fit DIR/fit.json")  # fmt: skip
+        advice = "fit one (studies.experiments isoflop) and give --fit DIR/fit.json"
+        fail(f"the paper has no law for --preset {preset}; {advice}")
     optima = laws.PAPER_OPTIMA[preset]
     return Known("the paper", laws.PAPER[preset], range(2, 13), optima, laws.PAPER_EXPONENT)
 
@@ -195,13 +198,15 @@ def of_fit(path: Path, preset: str) -> Known:
         if not math.isclose(laws.effective_params(cfg), n_eff, rel_tol=0.01):
             fail(f"{path} is of another model than --preset {preset}; name its preset")
     mus = [int(mu) for mu in result["n_eff"] if mu != "1"]
+    grid = range(min(mus), max(mus) + 1)
     iso = result["isoflop"]
-    optima = {found["budget"]: found["mu"][0] for found in iso["budgets"] if found["inside"]}
+    inner = [found for found in iso["budgets"] if found["inside"]]
+    optima = {found["budget"]: found["mu"][0] for found in inner}
     exponent = None
     if "mu" in iso["power_laws"]:
         exponent = iso["power_laws"]["mu"][0][0]
     logs = np.array(result["train"]["logs"])
-    return Known(str(path), logs, range(min(mus), max(mus) + 1), optima, exponent)
+    return Known(str(path), logs, grid, optima, exponent)
 
 
 def power_law_mu(known: Known, flops: float) -> float:
@@ -237,14 +242,14 @@ def advise(args) -> None:
         mu = round(np.clip(power, first, last))
         within = min(known.optima) <= args.flops <= max(known.optima)
         note = "" if within else "; beyond the measured budgets"
-        print(f"power law C^{known.exponent:.2f} through them: mu_rec {power:.3g} at "
-              f"{args.flops:g} FLOPs{note}")  # fmt: skip
+        law_of_mu = f"power law C^{known.exponent:.2f} through them"
+        print(f"{law_of_mu}: mu_rec {power:.3g} at {args.flops:g} FLOPs{note}")
     print(law)
     if len(loss) > 1:
         low, _, high = law_figures.low_fit_high(loss[:, best])
         least, _, most = law_figures.low_fit_high(first + loss.argmin(1))
-        print(f"95 % of bootstraps over runs: loss {low:.4f} to {high:.4f}, "
-              f"mu_rec {least:g} to {most:g}")  # fmt: skip
+        losses = f"loss {low:.4f} to {high:.4f}"
+        print(f"95 % of bootstraps over runs: {losses}, mu_rec {least:g} to {most:g}")
     print(f"python train.py --preset {args.preset} --mu-rec {mu} --flops {args.flops:g}")
 
 
@@ -254,8 +259,8 @@ def advise(args) -> None:
 def fit(args) -> None:
     result = fit_lines(lines_of(args.runs), lines_of(args.held_out), args.out)
     if not result["isoflop"]["budgets"] and result.keys() <= {"n_eff", "left_out", "isoflop"}:
-        fail(f"no law can be fitted to {args.runs[0]} and the others: see above; `python -m "
-             "studies.experiments isoflop --dry-run` prints a grid of runs that can")  # fmt: skip
+        advice = "`python -m studies.experiments isoflop --dry-run` prints a grid of runs that can"
+        fail(f"no law can be fitted to {args.runs[0]} and the others: see above; {advice}")
 
 
 def lines_of(paths: list[Path]) -> list[dict]:

@@ -31,8 +31,8 @@ SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # depths of the tables and of the curves
 SPECTRA = {"rho": "ρ(Ā)", "carry_norm": "‖Ā‖", "write_norm": "‖B̄‖", "readout_norm": "‖C‖"}
 QUANTILES = {"least": 0.0, "a tenth": 0.1, "median": 0.5, "nine tenths": 0.9, "largest": 1.0}
 EXPLANATION = (
-    "norms over channels, mean over tokens. ρ(Ā) and the spectral norms are of the linear part of a loop "
-    "alone, without its blocks."
+    "norms over channels, mean over tokens. ρ(Ā) and the spectral norms are of the linear part of "
+    "a loop alone, without its blocks."
 )
 NOT_LOADED = (FileNotFoundError, ValueError, RuntimeError)
 OVER_TRAINING = {  # quantity: label of its figure over training
@@ -105,7 +105,8 @@ def loop_norms(model, ids, keys, loops: int) -> dict:
         if previous is not None:
             found["residual"][depth] = mean_norm(h.double() - previous.double())
         if model.C is not None and depth:
-            ratio = model.C(h).double().norm(dim=-1) / h.double().norm(dim=-1)
+            read = model.C(h).double().norm(dim=-1)
+            ratio = read / h.double().norm(dim=-1)
             found["expansion"][depth] = ratio.mean().item()
         previous = h
     return found
@@ -140,9 +141,8 @@ def tokens_of(path: Path, config: dict, args):
     own = packed.manifest["tokenizer_sha256"] == config["tokenizer"]["sha256"]
     most = config["model"]["seq_len"]
     if not own or packed.seq_len > most:
-        fail(
-            f"{folder} does not fit {path}: it needs rows of its own tokenizer, of {most} tokens at most"
-        )
+        needed = f"rows of its own tokenizer, of {most} tokens at most"
+        fail(f"{folder} does not fit {path}: it needs {needed}")
     count = min(args.rows, packed.rows("val"))
     block = torch.from_numpy(packed.get("val", np.arange(count)))
     return block[:, :-1].to(args.device)
@@ -235,8 +235,10 @@ def page(runs: list[dict], pictures: list[str]) -> list[str]:
     rows = []
     for run in runs:
         weights = [fmt(run["spectra"][name]) for name in SPECTRA]
-        expansion = run["expansion"].get(min(run["mu_rec"], max(run["state"])))
-        rows.append([run["name"], *(run[name] for name in about), *weights, fmt(expansion)])
+        depth = min(run["mu_rec"], max(run["state"]))
+        expansion = run["expansion"].get(depth)
+        kind = [run[name] for name in about]
+        rows.append([run["name"], *kind, *weights, fmt(expansion)])
     lines += table(["run", *about, *SPECTRA.values(), "‖Cx‖/‖x‖ at mu_rec"], rows)
     for title in ("state", "residual", "prelude", "first loop"):
         frame = frame_of(runs, title)
@@ -266,9 +268,8 @@ def main(argv=None):
     for path in args.runs:
         runs += measure_run(path, args)
     if args.checkpoints and len(runs) < 2:
-        fail(
-            f"{args.runs[0]} has one checkpoint; train with --keep-every N to keep one every N steps"
-        )
+        advice = "train with --keep-every N to keep one every N steps"
+        fail(f"{args.runs[0]} has one checkpoint; {advice}")
     out.mkdir(parents=True, exist_ok=True)
     pictures = training_figures(runs, out) if args.checkpoints else newest_figure(runs, out)
     lines = page(runs, pictures)

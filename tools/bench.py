@@ -56,7 +56,9 @@ def networks(preset: str) -> dict[str, ModelConfig]:
         "Parcae Euler, fixed depth": replace(cfg, sampling="fixed"),
     }
     flat = "transformer-" + preset.removeprefix("parcae-")
-    return found | {"Transformer": PRESETS[flat]} if flat in PRESETS else found
+    if flat in PRESETS:
+        found["Transformer"] = PRESETS[flat]
+    return found
 
 
 def build(name: str, cfg: ModelConfig, preset: str, place: Place) -> Variant:
@@ -79,7 +81,8 @@ def build(name: str, cfg: ModelConfig, preset: str, place: Place) -> Variant:
 def random_batch(cfg: ModelConfig, rows: int, step: int, place: Place) -> Batch:
     """Random tokens with the step's depths."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, cfg.vocab_size, (rows, cfg.seq_len + 1), generator=generator)
+    shape = (rows, cfg.seq_len + 1)
+    tokens = torch.randint(0, cfg.vocab_size, shape, generator=generator)
     keys = [sequence_key(SEED_STATE, step, row) for row in range(rows)]
     n, k = sample_depths(cfg, 0, step, rows)
     return Batch(
@@ -128,11 +131,10 @@ def step_row(variant: Variant, first: Variant, rows: int, place: Place) -> list:
     ratio = statistics.median(own / other for own, other in pairs)
     rate = rows * cfg.seq_len / mean
     peak = peak_flops(place.device)
-    cells = [rows, variant.name, f"{mean * 1e3:.1f}", f"{rate:,.0f}", f"{ratio:.3f}"]
     mfu = rate * cfg.flops_per_token() / peak if peak else None
-    cells.append(fmt(mfu, ".3f"))
-    cells.append(fmt(variant.peak / GIB if place.is_gpu else None, ".1f"))
-    return cells
+    memory = variant.peak / GIB if place.is_gpu else None
+    numbers = [fmt(mean * 1e3, ".1f"), fmt(rate, ",.0f"), fmt(ratio, ".3f")]
+    return [rows, variant.name, *numbers, fmt(mfu, ".3f"), fmt(memory, ".1f")]
 
 
 def part_rows(variant: Variant, rows: int, rounds: int, place: Place) -> list[list[str]]:
@@ -177,6 +179,15 @@ def part_rows(variant: Variant, rows: int, rounds: int, place: Place) -> list[li
     return found
 
 
+def where(place: Place) -> str:
+    """The command, and the machine it ran on."""
+    command = " ".join(["python -m tools.bench", *sys.argv[1:]])
+    ranks = f"{place.world} rank(s) of {torch.get_num_threads()} threads"
+    dtype, _ = best_dtype(place.device)
+    date = time.strftime("%Y-%m-%d")
+    return f"`{command}`: {machine_name()}; {ranks}, {dtype}, torch {torch.__version__}, {date}"
+
+
 def main(argv=None):
     gpu = torch.cuda.is_available()
     parser = Parser(description=__doc__)
@@ -203,18 +214,11 @@ def main(argv=None):
         for variant in variants:
             steps.append(step_row(variant, variants[0], rows, place))
     parts = part_rows(variants[0], rows, args.rounds, place)
-    lines = [
-        f"# Training step: {args.preset}, {variants[0].model.cfg.seq_len} tokens a row",
-        "",
-        f"`python -m tools.bench {' '.join(sys.argv[1:])}`: {machine_name()}; {place.world} rank(s) of "
-        f"{torch.get_num_threads()} threads, {best_dtype(place.device)[0]}, torch "
-        f"{torch.__version__}, {time.strftime('%Y-%m-%d')}",
-        "",
-        *table(HEADER, steps),
-        f"Where the time goes: Parcae Euler, {rows} rows.",
-        "",
-        *table(["part", "ms"], parts),
-    ]
+    length = variants[0].model.cfg.seq_len
+    lines = [f"# Training step: {args.preset}, {length} tokens a row", "", where(place), ""]
+    lines += table(HEADER, steps)
+    lines += [f"Where the time goes: Parcae Euler, {rows} rows.", ""]
+    lines += table(["part", "ms"], parts)
     place.say("\n".join(lines))
     if place.rank == 0:
         write_atomic(args.out, "\n".join(lines).encode())

@@ -89,10 +89,8 @@ def reference_config(given: dict) -> ModelConfig:
         if key in fixed and value not in (fixed[key], None):
             fail(f"config.json: {key} {value} is not implemented, only {fixed[key]}")
         if value and key not in {*fixed, *names, *INERT}:
-            fail(
-                f"config.json: {key} {value} is not known; "
-                "take it out if it does not change the function"
-            )
+            advice = "take it out if it does not change the function"
+            fail(f"config.json: {key} {value} is not known; {advice}")
     settings = {"n_core": 0, "n_coda": 0}
     for key, name in names.items():
         value = VALUES.get(given[key], given[key])
@@ -151,8 +149,9 @@ def collect(state: dict, cfg: ModelConfig, rename=str) -> dict:
     with torch.device("meta"):
         wanted = Model(cfg).state_dict()
     theirs = {rename(name): name for name in wanted}
-    odd = {"missing": theirs.keys() - state.keys(), "unexpected": state.keys() - theirs.keys()}
-    for what, names in odd.items():
+    missing = theirs.keys() - state.keys()
+    unexpected = state.keys() - theirs.keys()
+    for what, names in ("missing", missing), ("unexpected", unexpected):
         if names:
             some = ", ".join(sorted(names)[:4])
             fail(f"{len(names)} {what} weights, such as {some}")
@@ -200,9 +199,8 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
         fail(f"{folder}/config.json: {first_line(e)}")
     weights = collect(state, cfg) if exported else from_reference(state, cfg)
     if len(order) != cfg.vocab_size:
-        fail(
-            f"{tokenizer} has {len(order)} entries, the model {cfg.vocab_size}; give its own tokenizer"
-        )
+        entries = f"{len(order)} entries, the model {cfg.vocab_size}"
+        fail(f"{tokenizer} has {entries}; give its own tokenizer")
     for name in weights:
         if name.startswith(("wte.", "ve.")):
             weights[name] = weights[name][order]
@@ -210,13 +208,14 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
     write_checked(run / "tokenizer.json", ours)
     write_checkpoint(run / "step_0000000.pt", {"step": 0, "model": weights})
     params = sum(w.numel() for w in weights.values())
+    dtype = config.get("dtype", "float32") if exported else "bfloat16"
     about = {
         "args": {},
         "model": asdict(cfg),
         "params": params,
         "steps": 0,
         "flops_per_token": cfg.flops_per_token(),
-        "dtype": config.get("dtype", "float32") if exported else "bfloat16",
+        "dtype": dtype,
         "tokenizer": place(run / "tokenizer.json"),
         "data": {"path": str(run / "rows"), "sha256": None},  # for rows that are packed there later
         "imported": place(path),
@@ -234,7 +233,9 @@ def export_run(run: Path, folder: Path) -> None:
     model, _, config = open_run(run, torch.device("cpu"))
     tokenizer = tokenizer_to_hf(run / "tokenizer.json")
     folder.mkdir(parents=True)
-    weights = {name: w.float().contiguous() for name, w in model.state_dict().items()}
+    weights = {}
+    for name, w in model.state_dict().items():
+        weights[name] = w.float().contiguous()
     write_atomic(folder / "model.safetensors", save(weights, {"format": "pt"}))
     about = {"model_type": "looped", "dtype": config["dtype"]}
     write_json(folder / "config.json", about | asdict(model.cfg))

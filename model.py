@@ -122,7 +122,7 @@ class AddInjection(nn.Module):
     """h + e: the carry is the identity, so the state may grow. The base of the others."""
 
     carries = False  # whether the state is multiplied by a matrix at every loop
-    writes = False  # whether e is multiplied by a matrix, once
+    writes = False  # whether e is multiplied by a matrix, once, if there is --input-matrix
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__()
@@ -165,7 +165,9 @@ class DiagonalInjection(AddInjection):
         self.initial_decay = cfg.ssm_decay
         self.A_log = nn.Parameter(torch.empty(cfg.d_model))
         self.dt_bias = nn.Parameter(torch.empty(cfg.d_model))
-        self.B = nn.Parameter(torch.empty(cfg.d_model, cfg.d_model))
+        self.B = None
+        if cfg.input_matrix:
+            self.B = nn.Parameter(torch.empty(cfg.d_model, cfg.d_model))
 
     def initial(self, part, std, generator):
         if part == "A_log":
@@ -177,8 +179,9 @@ class DiagonalInjection(AddInjection):
 
     def drive(self, e):
         decay, gain = discretise(self.A_log, self.dt_bias, self.gain_rule)
-        write = gain * F.linear(e, self.B.to(e.dtype))
-        return decay, write.to(e.dtype)
+        if self.B is not None:
+            e = F.linear(e, self.B.to(e.dtype))
+        return decay, (gain * e).to(e.dtype)
 
     def inject(self, h, inputs):
         """decay stays float32, since bfloat16 would round 0.999 to 1."""
@@ -192,7 +195,8 @@ class DiagonalInjection(AddInjection):
     def spectra(self):
         decay, gain = discretise(self.A_log, self.dt_bias, self.gain_rule)
         rho = decay.max().item()
-        return {"rho": rho, "carry_norm": rho, "write_norm": spectral_norm(gain[:, None] * self.B)}
+        write = torch.diag(gain) if self.B is None else gain[:, None] * self.B
+        return {"rho": rho, "carry_norm": rho, "write_norm": spectral_norm(write)}
 
 
 class ConcatInjection(AddInjection):
@@ -295,7 +299,8 @@ class ModelConfig:
     qk_norm: bool = setting(True, "normalise queries and keys")
     value_embeds: bool = setting(True, "value tables, on every second layer")
     prelude_norm: bool = setting(True, "normalise the prelude's output")
-    readout: bool = setting(True, "a matrix C between loop and coda")
+    input_matrix: bool = setting(True, "the diagonal path's matrix B; without: the identity")
+    readout: bool = setting(True, "a matrix C between loop and coda; without: the identity")
     state_init: str = setting("like-init", "first loop state: of the matrices' std, of std 1, zero")
     init: str = setting(
         "scaled-zero", "initial attention and MLP outputs: zero, or scaled by depth"
@@ -332,6 +337,9 @@ class ModelConfig:
         if self.mechanism != "none" and self.granularity == "token":
             advice = "excludes --granularity token; try --granularity sequence"
             raise ValueError(f"--mechanism {self.mechanism} {advice}")
+        if not self.input_matrix and self.injection != "diagonal":
+            advice = f"means nothing with --injection {self.injection}; leave it out"
+            raise ValueError(f"--no-input-matrix {advice}")
         if self.mu_rec < 1:
             raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
         if self.mu_bwd == 0:

@@ -245,6 +245,8 @@ def recipe_of(preset: str) -> Recipe:
 LOOP_FLAGS = {
     "gain",
     "injection",
+    "input_matrix",
+    "readout",
     "mu_rec",
     "mu_bwd",
     "sampling",

@@ -97,7 +97,7 @@ def matrix_stacks(cfg) -> list[MatrixStack]:
 def other_parameters(cfg) -> int:
     """Numbers in the tables and in the loop's own matrices; vectors and gates are left out."""
     tables = (1 + len(cfg.value_layers())) * cfg.vocab_size * cfg.d_model
-    squares = {"diagonal": 1, "concat": 2}.get(cfg.injection, 0) + cfg.readout
+    squares = {"diagonal": int(cfg.input_matrix), "concat": 2}.get(cfg.injection, 0) + cfg.readout
     return tables + (cfg.d_model**2 * squares if cfg.n_core else 0)
 
 

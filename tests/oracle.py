@@ -117,7 +117,9 @@ class Oracle:
             dt = torch.log(1 + self.w["injection.dt_bias"].exp())
             decay = torch.exp(-dt * a)
             gain = dt if self.cfg.gain == "euler" else (1 - decay) / a
-            x = decay * h + gain * (e @ self.w["injection.B"].T)
+            if "injection.B" in self.w:
+                e = e @ self.w["injection.B"].T
+            x = decay * h + gain * e
         elif kind == "concat":
             x = torch.cat([h, e], -1) @ self.w["injection.W"].T
         else:

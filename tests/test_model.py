@@ -60,7 +60,7 @@ def test_parameter_counts_are_the_papers_and_the_sum_of_the_parts(name):
     count = c.vocab_size * d * (1 + tables) + tables * min(32, d) * c.n_head + d
     count += layers * (4 * d * d + matrices * d * c.d_mlp + norms * d)
     if c.n_core:
-        count += 2 * d * d if c.injection == "concat" else d * d + 2 * d
+        count += 2 * d * d if c.injection == "concat" else d * d * c.input_matrix + 2 * d
         count += d * c.prelude_norm + d * d * c.readout
     assert parameter_count(c) == count == COUNTS.get(name, count)
 
@@ -170,6 +170,7 @@ VARIANTS = [
     {"block": "resnorm", "mlp": "swiglu", "value_embeds": False, "qk_norm": False, "readout": False},
     {"prelude_norm": False, "state_init": "zero"},
     {"state_init": "normal", "rope_theta": 100.0},
+    {"input_matrix": False, "readout": False},
     {"n_core": 0, "n_prelude": 3, "n_coda": 0},
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 Peaks of memory that torch's own CUDA allocator sees in training steps on the card that is not there.
 
     PY=… bash tests/rehearsal/dry.sh tests/rehearsal/peaks.py parcae-140m:8 parcae-140m:32:loss_chunk=8192 rdm-100m:8:eager
+    … peaks.py parcae-140m:8:keep_less parcae-140m:8:residual_dtype=\"float32\"
 
 One JSON line a case: GiB at rest, at the peak of forward and backward at the deepest depth, at the peak of the
 optimiser's step. Inductor's kernels are written but not compiled. Loops without gradient keep nothing: two of them do.
@@ -21,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from looped.depth import deepest
+from looped.memory import keep_less
 from model import PRESETS, Model, config_of
 from muon import Optimizer, Rates
 from train import OPTIMIZERS, recipe_of
@@ -59,7 +61,9 @@ def build(name: str, compiled: bool, world: int = 1, **settings):
     model.to("cuda")
     model.dtype = torch.bfloat16
     for setting, value in settings.items():
-        if setting not in vars(cfg):
+        if setting == "residual_dtype":
+            model.residual_dtype = getattr(torch, value)
+        elif setting not in vars(cfg):
             setattr(model, setting, value)
     recipe = recipe_of(name)
     args = SimpleNamespace(muon_lr=1e-3, adam_lr=1e-3, weight_decay=0.0)
@@ -116,6 +120,7 @@ def main(cases: list[str]) -> None:
             key, _, value = setting.partition("=")
             settings[key] = json.loads(value) if value else True
         compiled = not settings.pop("eager", False)
+        keep_less(settings.pop("keep_less", False))
         # torch makes the GPU's erfinv with NVRTC, which needs a driver; this takes the same memory
         torch.erfinv = ERFINV if compiled else torch.atan
         start = time.process_time()

@@ -96,13 +96,12 @@ def token_scores(model, x, targets):
     return torch.stack([loss, greedy.float(), own - others])
 
 
-@torch.inference_mode()
-def score_batch(model, task, depths, seed, device, batch: list[Row]):
-    """-> (depths, 3, S): token_scores of the scored tokens, row by row, span by span. Right padding
-    is inert, as all is causal.
+def fill_batch(task, seed, batch: list[Row]) -> tuple:
+    """-> ids (B, T), the rows' keys (B,), and of the S scored tokens, row by row, span by span, the
+    places in the flattened ids that they follow, and they themselves: int64, on the host.
     """
     width = max(len(row.tokens) for row in batch)
-    ids = torch.zeros(len(batch), width, dtype=torch.int64)  # (B, T)
+    ids = torch.zeros(len(batch), width, dtype=torch.int64)
     at = []
     targets = []
     keys = []
@@ -112,10 +111,18 @@ def score_batch(model, task, depths, seed, device, batch: list[Row]):
         for span in row.spans:
             at.append(b * width + np.array(span.positions))
             targets.append(span.targets)
-    ids = to_device(ids, device)
-    keys = to_device(torch.tensor(keys), device)
-    at = to_device(torch.from_numpy(np.concatenate(at)), device)  # (S,)
-    targets = to_device(torch.from_numpy(np.concatenate(targets)).long(), device)  # (S,)
+    at = torch.from_numpy(np.concatenate(at))
+    targets = torch.from_numpy(np.concatenate(targets)).long()
+    return ids, torch.tensor(keys), at, targets
+
+
+@torch.inference_mode()
+def score_batch(model, task, depths, seed, device, batch: list[Row]):
+    """-> (depths, 3, S): token_scores of the scored tokens, row by row, span by span. Right padding
+    is inert, as all is causal.
+    """
+    made = fill_batch(task, seed, batch)
+    ids, keys, at, targets = [to_device(x, device) for x in made]
     found = []
     for _, h in model.states(ids, depths, keys):
         x = model.after(h, ids).flatten(0, 1)[at]  # (S, D)
@@ -135,9 +142,13 @@ def batches(rows: list[Row], budget: int) -> list[list[Row]]:
     return found
 
 
-def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict]:
-    """-> for each depth {span: (3, s), token_scores of its tokens}. A GPU is waited for once, at
-    the end.
+class NotFiniteError(ValueError):
+    """The model's answer is no number: training diverged, or the depth is too large."""
+
+
+def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict | None]:
+    """-> for each depth {span: (3, s), token_scores of its tokens}, or None where one is not
+    finite. A GPU is waited for once, at the end.
     """
     if not work.rows:
         return [{} for _ in settings.depths]
@@ -153,11 +164,9 @@ def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict]
         spans += row.spans
     sizes = [len(span.targets) for span in spans]
     found = []
-    for depth, of_depth in zip(settings.depths, scores):
-        if not of_depth[0].isfinite().all():
-            why = "training diverged, or that is too deep"
-            fail(f"the model's answer at depth {depth} is not finite: {why}")
-        found.append(dict(zip(spans, of_depth.split(sizes, dim=1))))
+    for of_depth in scores:
+        finite = bool(of_depth[0].isfinite().all())
+        found.append(dict(zip(spans, of_depth.split(sizes, dim=1))) if finite else None)
     return found
 
 
@@ -195,9 +204,15 @@ def decide(example: Example, scores: dict, protocol) -> Answer:
 
 
 def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, dict]:
-    """A task with one seed -> {depth: {column: (n,) float64}}, the same on every rank."""
+    """A task with one seed -> {depth: {column: (n,) float64}}, the same on every rank.
+
+    NotFiniteError, on every rank, where an answer of any is not finite.
+    """
     table = np.zeros((len(settings.depths), len(COLUMNS), len(work.groups)))
     for of_depth, scores in zip(table, score_rows(model, work, settings, seed)):
+        if scores is None:
+            of_depth.fill(math.nan)  # which the sum over ranks keeps
+            continue
         columns = dict(zip(COLUMNS, of_depth))
         for example in work.examples:
             if work.task.kind == "lm":
@@ -215,6 +230,10 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, di
         total = torch.from_numpy(table).to(settings.place.device)
         dist.all_reduce(total)
         table = total.cpu().numpy()
+    for depth, of_depth in zip(settings.depths, table):
+        if np.isnan(of_depth).any():
+            why = "training diverged, or that is too deep"
+            raise NotFiniteError(f"the model's answer at depth {depth} is not finite: {why}")
     return {depth: dict(zip(COLUMNS, found)) for depth, found in zip(settings.depths, table)}
 
 
@@ -277,7 +296,7 @@ def evaluate(model, enc, panel: Panel, settings: Settings, entries=None, done=No
 
 
 def quick_score(model, enc, panel: Panel, place: Place) -> dict:
-    """The panel's average at mu_rec with one seed, for train.py."""
+    """The panel's average at mu_rec with one seed, for train.py. NotFiniteError: there is none."""
     depth = model.cfg.mu_rec
     entries = evaluate(model, enc, panel, Settings([depth], [1234], place))
     return summarise(panel, entries[depth])["aggregate"]
@@ -401,7 +420,10 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
             tqdm.write(describe(label, entries[settings.depths[-1]][label]))
             save(path, header, records())
 
-    evaluate(model, enc, panel, settings, entries, done)
+    try:
+        evaluate(model, enc, panel, settings, entries, done)
+    except NotFiniteError as e:
+        fail(str(e))
     return records()
 
 

@@ -479,8 +479,13 @@ def evaluate(run: Run, step: int, final: bool = False) -> dict:
 
 
 def evaluate_core(run: Run, step: int) -> None:
-    """The reduced CORE panel at mu_rec, to screen and log."""
-    score = core_eval.quick_score(run.model, run.tokenizer, run.panel, run.place)
+    """The reduced CORE panel at mu_rec, to screen and log; no score where an answer is not finite."""
+    try:
+        score = core_eval.quick_score(run.model, run.tokenizer, run.panel, run.place)
+    except core_eval.NotFiniteError as e:
+        run.record("core without a score", step, reason=str(e))
+        run.place.say(f"step {step}  CORE: no score; {e}")
+        return
     run.record("core", step, **score)
     run.place.say(f"step {step}  {score['name']}: {score['mean']:.4f} centred")
 

@@ -8,7 +8,6 @@ lambada Parcae's harness for LAMBADA: the last word after its passage, without B
 import functools
 import math
 import random
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,10 +30,12 @@ class Question:
     shots: list[dict]
 
 
-def parcae_shots(seed, n, shots):
-    """Yields the indices of the shots of each of n examples, sampled from the others."""
+def parcae_shots(seed, n, shots, wanted):
+    """Yields the indices of the shots of each of n examples, sampled from the others; of one that
+    is not wanted, none.
+    """
     for i in range(n):
-        if shots == 0:
+        if shots == 0 or i not in wanted:
             yield []
             continue
         stream = random.Random(seed + i)
@@ -42,9 +43,9 @@ def parcae_shots(seed, n, shots):
         yield [j + (j >= i) for j in others]  # stepping over i
 
 
-def dclm_shots(seed, n, shots):
-    """The same by llm-foundry's rules: one stream; i itself is redrawn; the order is a Python
-    set's.
+def dclm_shots(seed, n, shots, wanted):
+    """The same by llm-foundry's rules: one stream, so all are drawn; i itself is redrawn; the order
+    is a Python set's.
     """
     stream = random.Random(seed)
     for i in range(n):
@@ -63,8 +64,9 @@ def stripped(row: dict) -> dict:
     return {k: v.strip() if isinstance(v, str) else v for k, v in row.items()}
 
 
-def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
-    """The examples of a task, in the order of scoring.
+def questions(task: Task, rows, protocol, limit, seed, wanted=None) -> list[Question]:
+    """The examples of a task, in the order of scoring. wanted: a range of those that will be asked
+    (default: all); the others may come without shots.
 
     parcae cuts to `limit` before it draws shots. dclm has no limit of its own: there rows are cut
     after the shots are drawn, an equal share of each category.
@@ -82,9 +84,11 @@ def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
         pools[""] = rows
     share = math.ceil(limit / len(pools)) if limit else None
     draw = dclm_shots if protocol == "dclm" else parcae_shots
+    if wanted is None:
+        wanted = range(len(rows))
     found = []
     for group, (_, pool) in enumerate(sorted(pools.items())):
-        for row, chosen in zip(pool[:share], draw(seed, len(pool), task.shots)):
+        for row, chosen in zip(pool[:share], draw(seed, len(pool), task.shots, wanted)):
             found.append(Question(group, row, [pool[j] for j in chosen]))
     return found
 
@@ -109,20 +113,34 @@ class Encoder:
     blank: str  # what dclm puts before an answer: a space where " a" is one token, else nothing
 
 
+def line_pieces(text: str) -> list[str]:
+    """The text cut after every line end that no white space follows."""
+    first, *lines = text.split("\n")
+    pieces = [first]
+    for line in lines:
+        pieces[-1] += "\n"
+        if line and not line[0].isspace():
+            pieces.append(line)
+        else:
+            pieces[-1] += line
+    return pieces
+
+
 def line_encoder(enc) -> Encoder:
     """An encoder that tokenises each distinct line once: shots return in many prompts.
 
     No token of our pattern holds a line end and what comes after it, unless that is white space, so
     the pieces' tokens are those of the whole. Another pattern's texts are encoded whole.
     """
-    ends = re.compile(r"(?<=\n)(?=\S)" if enc._pat_str == PATTERN else r"\Z")
+    by_line = enc._pat_str == PATTERN
 
     @functools.cache
     def tokens(line):
         return np.array(enc.encode_ordinary(line), np.int32)
 
     def encode(text):
-        return np.concatenate([tokens(line) for line in ends.split(text)])
+        pieces = line_pieces(text) if by_line else [text]
+        return np.concatenate([tokens(piece) for piece in pieces])
 
     bos = np.array([enc.encode_single_token(BOS)], np.int32)
     blank = " " if len(tokens(" a")) == 1 else ""
@@ -315,7 +333,9 @@ def encode_task(
     reads.
     """
     protocol = panel.protocol
-    asked = questions(task, panel.rows[task.label], protocol, panel.limit, seed)
+    of_task = panel.rows[task.label]
+    mine = range(place.rank, len(of_task), place.world)
+    asked = questions(task, of_task, protocol, panel.limit, seed, mine)
     groups = np.array([question.group for question in asked])
     work = EncodedTask(task, protocol, groups, [], [])
     for number in range(place.rank, len(asked), place.world):

@@ -3,10 +3,13 @@
     python tests/bench_core.py --bundle eval_bundle.zip                     # 100 examples a task
     python tests/bench_core.py --bundle eval_bundle.zip --depth 1,2,4,8,16
     python tests/bench_core.py --bundle eval_bundle.zip --run runs/tiny-euler
+    python tests/bench_core.py --bundle eval_bundle.zip --panel core --host 1 8 --tokenizer … --seq-len 2048
 
 The slow loop (slow_core.py) does what the public evaluators do: one forward pass for each example
 and depth, its rows padded to the longest, logits, losses and greedy tokens at every position. Tasks
 alternate between the two, so that a busy machine slows both. Without --run: a random `tiny` model.
+
+--host: no model at all, the processor time of what a rank's host does beside the GPU, all examples, one seed.
 """
 
 import argparse
@@ -78,6 +81,33 @@ def compare(model, enc, task, panel, settings, total):
         total["tokens"] += len(made) * width
 
 
+def host_seconds(args, enc) -> None:
+    """Prints the core-seconds of rank 0 of as many ranks as are asked for, by part."""
+    for world in args.host:
+        total = Counter()
+        place = ce.Place(0, world, torch.device("cpu"))
+
+        def load():
+            return load_panel(args.bundle, args.panel, args.protocol, None)
+
+        panel = timed("read the bundle", total, load)
+        for task in panel.tasks:
+
+            def encode(task=task, panel=panel, place=place):
+                text = line_encoder(enc)
+                return ce.encode_task(task, panel, 1234, text, args.seq_len, place)
+
+            work = timed("render and encode", total, encode)
+
+            def fill(work=work):
+                for batch in ce.batches(work.rows, args.budget or 65_536):
+                    ce.fill_batch(work.task, 1234, batch)
+
+            timed("fill batches", total, fill)
+        parts = [f"{name} {total[name + ' core']:.1f}" for name in total if "core" not in name]
+        print(f"core-seconds of rank 0 of {world}: {', '.join(parts)}", flush=True)
+
+
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = p.add_argument
@@ -90,11 +120,15 @@ def parse_args():
     add("--seq-len", type=int, default=256, help="context of the random model, tokens")
     add("--max-per-task", type=int, default=100, help="examples")
     add("--budget", type=int, default=0, help="tokens a batch; 0 is core_eval's own")
+    add("--host", type=int, nargs="+", help="measure the host's work alone, for so many ranks")
     return p.parse_args()
 
 
 def main():
     args = parse_args()
+    if args.host:
+        host_seconds(args, load_tokenizer(args.tokenizer))
+        return
     if args.run:
         model, _, _ = load_run(args.run, "cpu", torch.float32)
         enc = load_tokenizer(Path(args.run) / "tokenizer.json")

@@ -194,9 +194,14 @@ def test_table_is_the_published_panels():
 def test_shots_are_those_of_the_slow_sampler(protocol, draw):
     for n, shots in ((2, 1), (3, 0), (12, 10), (40, 5), (300, 10)):
         for seed in (1234, 2345):
-            assert list(draw(seed, n, shots)) == slow_shots(protocol, seed, n, shots)
+            slow = slow_shots(protocol, seed, n, shots)
+            assert list(draw(seed, n, shots, range(n))) == slow
+            own = range(1, n, 3)  # a rank's
+            some = list(draw(seed, n, shots, own))
+            assert len(some) == n
+            assert [some[i] for i in own] == [slow[i] for i in own]
     if protocol == "dclm":  # it takes fewer where the pool is small
-        few = list(draw(1234, 5, 10))
+        few = list(draw(1234, 5, 10, range(5)))
         assert few == slow_shots("dclm", 1234, 5, 10)
         assert all(len(shots) == 4 and i not in shots for i, shots in enumerate(few))
 
@@ -568,13 +573,13 @@ def test_a_lambada_context_that_is_no_prefix_is_tokenised_without_its_end_blanks
         assert option.first == 3
 
 
-def test_a_diverged_model_has_no_score(enc, capsys):
+def test_a_diverged_model_has_no_score(enc):
     """NaN would win wherever it comes first, and give a score like any other."""
     for kind in ("mc", "schema", "lm"):
         model = Scripted(torch.full((enc.n_vocab, enc.n_vocab), math.nan))
         rows = make_rows(kind, 9)
-        action = lambda: answers_of(model, enc, task_of(kind), rows)  # noqa: B023, E731
-        refused(capsys, action, "depth 2 is not finite")
+        with pytest.raises(ce.NotFiniteError, match="depth 2 is not finite"):
+            answers_of(model, enc, task_of(kind), rows)
     rows = [{"context": "the", "continuation": "cat"}]
     hopeless = prefer(enc, ("the", " dog"), strength=1e3)
     panel = core_tasks.Panel(
@@ -764,6 +769,14 @@ def encoded(monkeypatch):
 
     monkeypatch.setattr(ce, "encode_task", encode)
     return seen
+
+
+def test_program_says_in_one_line_that_a_diverged_run_has_no_score(start, monkeypatch, capsys):
+    def no_number(model, x, targets):
+        return torch.full((3, len(targets)), math.nan)
+
+    monkeypatch.setattr(ce, "token_scores", no_number)
+    refused(capsys, start, "is not finite: training diverged")
 
 
 def test_program_writes_results_and_skips_what_is_done(run, start, encoded, capsys):

@@ -224,6 +224,19 @@ def test_core_in_training_is_core_eval_of_the_weights_then(base, packed, tmp_pat
     assert log(run, "core")["core", 8].items() >= want.items()
 
 
+def test_a_panel_without_a_score_does_not_end_training(base, packed, tmp_path, monkeypatch, capsys):
+    def no_number(model, x, targets):
+        return torch.full((3, len(targets)), math.nan)
+
+    monkeypatch.setattr(core_eval, "token_scores", no_number)
+    run, bundle = tmp_path / "run", write_bundle(tmp_path / "bundle.zip", small_core())
+    here(packed, run, "--core-every", "8", "--bundle", bundle)
+    assert_identical(run, base)
+    kind = "core without a score"
+    assert "depth 8 is not finite" in log(run, kind)[kind, 8]["reason"]
+    assert "step 8  CORE: no score" in capsys.readouterr().out
+
+
 def test_schedule():
     args = argparse.Namespace(warmup=0, cooldown=0.5, momentum_warmup=300)
     rates = [train.schedule(step, 1000, args) for step in range(1000)]

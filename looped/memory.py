@@ -29,6 +29,10 @@ CPU_CHUNK = 256
 # residuals, and so many times the MLP's width. relu²: the product before it, and after it; SwiGLU: both and theirs.
 KEPT_BESIDE_MLP = 11.2
 KEPT_OF_MLP = {"relu2": 2.0, "swiglu": 3.0}
+# The same where less is kept (keep_less).
+LESS_BESIDE_MLP = 7.1
+LESS_OF_MLP = {"relu2": 1.0, "swiglu": 2.0}
+FEW_TOKENS = 16_384  # at once, up to which keeping less is tried before fewer rows
 ROUNDING = 1.02  # what the allocator rounds up, and small buffers
 # Bytes of a logit where nothing is compiled. All at once: log-probabilities and two gradients in float32; of a chunk:
 # the logits, and in float32 their copy, the probabilities and what these become.
@@ -51,6 +55,8 @@ class Step:
     loss_chunk: int = 0
     checkpoint_loops: bool = False
     compiled: bool = True
+    keep_less: bool = False  # only where compiled
+    residual_bytes: int = 0  # of a number of the residual stream; 0: as an activation's
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,8 @@ def activation_bytes(cfg, step: Step) -> float:
     n, k = deepest(cfg, 1)
     loops = int(k[0])  # with gradient
     block = KEPT_BESIDE_MLP * cfg.d_model + KEPT_OF_MLP[cfg.mlp] * cfg.d_mlp
+    if step.keep_less:
+        block = LESS_BESIDE_MLP * cfg.d_model + LESS_OF_MLP[cfg.mlp] * cfg.d_mlp
     ends = cfg.n_prelude + cfg.n_coda
     blocks = ends + cfg.n_core * loops
     numbers = kept_by_mechanism(cfg, int(n[0]), loops)
@@ -144,6 +152,10 @@ def activation_bytes(cfg, step: Step) -> float:
         numbers += 2 * cfg.d_model * loops  # what a recomputed loop starts from
     tokens = step.rows * cfg.seq_len
     kept = step.number_bytes * tokens * (numbers + block * blocks)
+    if step.residual_bytes > step.number_bytes:
+        # what the two norms of a block, a loop's decay, the readout and the last norm read
+        residual = cfg.d_model * (2 * blocks + loops + 2)
+        kept += (step.residual_bytes - step.number_bytes) * tokens * residual
     if step.compiled or step.number_bytes == 4:
         return kept
     copies = blocks * cfg.block_matmul() + cfg.vocab_size * cfg.d_model  # of the weights
@@ -199,6 +211,20 @@ class MemoryFit:
     loss_chunk: int  # tokens; 0: all
     chunk_reason: str
     peak: float = 0.0  # GiB on a GPU, at the deepest depth to be expected
+    keeps_less: bool = False  # for the backward pass
+
+
+def check_room(cfg, optimizer: str, place: Place) -> None:
+    """Ends the program where a GPU could not even hold the weights, their gradients and the optimiser's state."""
+    if not place.is_gpu:
+        return
+    need = predict_memory(cfg, Step(1, optimizer, place.world)).static()
+    free = free_memory(place)
+    if need > free:
+        fail(
+            f"the model does not fit the GPU's memory: {free / GIB:.1f} GiB are free, and its weights, gradients and "
+            f"optimiser state alone need some {need / GIB:.1f}; try more GPUs or a smaller --preset"
+        )
 
 
 def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> MemoryFit:
@@ -215,7 +241,7 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
         model.loss_chunk = step.loss_chunk
         peak = 0.0
         if model.is_compiled or place.device.type != "cpu":
-            peak = try_step(model, optimizer, step.rows, place)
+            peak = try_step(model, optimizer, step, place)
         if peak is not None:
             break
     else:
@@ -230,16 +256,18 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
         loss_chunk=step.loss_chunk,
         chunk_reason=chunk_reason(args, step.loss_chunk, place),
         peak=peak,
+        keeps_less=step.keep_less,
     )
 
 
 def possible_steps(model, optimizer, args, place: Place, rows_given: bool) -> list[Step]:
-    """What may be tried, the best first: fewer rows at once, and of the same rows first with all logits at once."""
+    """What may be tried, the best first."""
     rows = args.device_batch_size
     counts = [rows]
     while rows and not rows_given:
         rows = largest_part(rows - 1, args.batch_size, place.world)
         counts.append(rows)
+    counts = list(filter(None, counts))
     chunks = [0, CHUNK] if place.is_gpu else [CPU_CHUNK]
     if args.loss_chunk is not None:
         chunks = [args.loss_chunk]
@@ -251,16 +279,38 @@ def possible_steps(model, optimizer, args, place: Place, rows_given: bool) -> li
         loss_chunk=chunks[0],
         checkpoint_loops=model.checkpoint_loops,
         compiled=model.is_compiled,
+        residual_bytes=(model.residual_dtype or model.dtype).itemsize,
     )
+    less_up_to = 0
+    if place.is_gpu and model.is_compiled:
+        less_up_to = math.inf if rows_given else FEW_TOKENS
+    return steps_to_try(model.cfg, base, counts, chunks, less_up_to)
+
+
+def steps_to_try(cfg, base: Step, counts: list, chunks: list, less_up_to: float) -> list[Step]:
+    """Steps of so many rows, each first with the first of the loss chunks.
+
+    Those of at most `less_up_to` tokens at once are tried once more with less kept for the backward pass. That costs
+    less than half as many rows would: with few tokens, the casts of the weights take a large part of a step.
+    """
     steps = []
-    for count in filter(None, counts):
-        first = replace(base, rows=count)
-        steps.append(first)
-        for chunk in chunks[1:]:
-            step = replace(first, loss_chunk=chunk)
-            # a chunk's own buffers may be larger than the logits of a few rows
-            if logit_bytes(model.cfg, step) < logit_bytes(model.cfg, first):
-                steps.append(step)
+    for count in counts:
+        step = replace(base, rows=count)
+        steps += with_chunks(cfg, step, chunks)
+        if count * cfg.seq_len <= less_up_to:
+            steps += with_chunks(cfg, replace(step, keep_less=True), chunks)
+    return steps
+
+
+def with_chunks(cfg, step: Step, chunks: list[int]) -> list[Step]:
+    """The step with the first loss chunk, and with those of the others that take less memory."""
+    first = replace(step, loss_chunk=chunks[0])
+    steps = [first]
+    for chunk in chunks[1:]:
+        other = replace(step, loss_chunk=chunk)
+        # a chunk's own buffers may be larger than the logits of a few rows
+        if logit_bytes(cfg, other) < logit_bytes(cfg, first):
+            steps.append(other)
     return steps
 
 
@@ -297,6 +347,17 @@ def usable(free: float) -> float:
     return (1 - HEADROOM) * free
 
 
+def keep_less(less: bool) -> None:
+    """Whether graphs compiled from now on keep less for the backward pass: what is elementwise is made again there.
+
+    torch's partitioner else keeps what the backward pass reads as a matrix, such as relu² of the MLP's product. No
+    product is made twice. Every rank must say the same, before anything is compiled or after torch._dynamo.reset().
+    """
+    from torch._functorch import config
+
+    config.ban_recompute_materialized_backward = not less
+
+
 @contextlib.contextmanager
 def headroom_kept(place: Place):
     """Within, an allocation that would leave less than HEADROOM of the free memory raises OutOfMemoryError."""
@@ -312,15 +373,17 @@ def headroom_kept(place: Place):
         torch.cuda.set_per_process_memory_fraction(1.0, place.device)
 
 
-def try_step(model, optimizer, rows: int, place: Place) -> float | None:
+def try_step(model, optimizer, step: Step, place: Place) -> float | None:
     """The warm-up's peak, GiB on a GPU; None where it did not fit on every rank."""
     peak = 0.0
+    if model.is_compiled:
+        keep_less(step.keep_less)
     if place.is_gpu:
         torch.cuda.reset_peak_memory_stats(place.device)
     with headroom_kept(place):
         # the ranks agree before the update, in which they wait for each other
         for part in (warm_up, warm_up_update):
-            if not succeeds(part, model, optimizer, rows, place):
+            if not succeeds(part, model, optimizer, step.rows, place):
                 if (
                     model.is_compiled
                 ):  # or the graphs of fewer rows would be slower ones, of any number of rows

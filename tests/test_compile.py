@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from looped.depth import sample_depths
 from looped.machine import Place
-from looped.memory import warm_up
+from looped.memory import Step, activation_bytes, keep_less, warm_up
 from looped.validation import HeldOut, validate
 from model import Model, ModelConfig
 from muon import AdamW, Optimizer, Rates
@@ -107,3 +107,49 @@ def test_nothing_compiles_after_the_warm_up(case):
     assert not calls
     assert not counters["graph_break"]
     assert_same_gradients(got, want, 0.05 if "dtype" in own else 2e-5)
+
+
+def core_step_of(keeps_less: bool, **changes) -> tuple:
+    """A compiled core step in bfloat16 -> (numbers kept for its backward pass, as bfloat16, state, gradients)."""
+    torch._dynamo.reset()
+    keep_less(keeps_less)
+    cfg = ModelConfig(vocab_size=64, seq_len=520, d_model=64, n_head=1, d_mlp=256, **changes)
+    model = Model(cfg)
+    model.init_weights(0)
+    model.dtype = torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data += 0.02 * torch.randn(p.shape, generator=generator)
+    ids = torch.randint(0, 64, (2, cfg.seq_len), generator=generator)
+    with torch.no_grad():
+        h, inputs = model.before(ids, torch.arange(2))
+    model.compile_pieces(backend="aot_eager_decomp_partition")  # torch's partitioner, no kernels
+    h.requires_grad_()
+    kept = {}
+
+    def keep(x):
+        if not isinstance(x, torch.nn.Parameter):
+            kept[x.data_ptr()] = x.nbytes / 2
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = model.core_step(h, inputs, torch.zeros(2, dtype=torch.int64))
+    found = gradients(model, out.float().square().sum())
+    return sum(kept.values()), out, found | {"h": h.grad}
+
+
+@pytest.mark.parametrize("mlp", ["relu2", "swiglu"])
+def test_keeping_less_keeps_what_is_predicted_and_changes_no_bit(mlp):
+    try:
+        for_all = core_step_of(False, mlp=mlp)
+        for_less = core_step_of(True, mlp=mlp)
+    finally:
+        keep_less(False)
+    cfg = ModelConfig(seq_len=520, d_mlp=256, n_prelude=0, n_coda=0, mlp=mlp)
+    cfg = replace(cfg, mu_rec=1, mu_bwd=1, sampling="fixed")
+    for less, (kept, _, _) in ((False, for_all), (True, for_less)):
+        predicted = activation_bytes(cfg, Step(rows=2, keep_less=less)) / 2
+        assert kept == pytest.approx(predicted, rel=0.05)
+    assert torch.equal(for_all[1], for_less[1])
+    for name, value in for_all[2].items():
+        assert torch.equal(value, for_less[2][name]), name

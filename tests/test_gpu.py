@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import model as model_module
-from looped.memory import GIB, Step, predict_memory
+from looped import memory
+from looped.machine import Place
+from looped.memory import FEW_TOKENS, GIB, Step, check_room, predict_memory, steps_to_try
 from model import PRESETS, Model
 from muon import Optimizer, Rates
 from tools.plan import CARDS, plan
@@ -166,6 +169,8 @@ PEAKS = [
     ("parcae-140m", Step(32, loss_chunk=8192, compiled=False), 27.4),
     ("parcae-140m", Step(32, number_bytes=4, compiled=False), 69.1),
     ("parcae-140m", Step(32, checkpoint_loops=True, compiled=False), 34.2),
+    ("parcae-140m", Step(8, keep_less=True), 6.20),
+    ("parcae-140m", Step(32, residual_bytes=4, compiled=False), 50.6),
     ("parcae-370m", Step(8), 20.9),
     ("parcae-1.3b", Step(16), 105.3),
     ("transformer-140m", Step(8, compiled=False), 10.83),
@@ -197,10 +202,30 @@ def test_predicted_memory_is_within_a_tenth_of_the_rehearsals_peaks(name, step, 
     assert predicted == pytest.approx(peak, rel=0.1)
 
 
+def test_less_is_kept_before_few_rows_become_fewer():
+    cfg = PRESETS["parcae-1.3b"]
+    steps = steps_to_try(cfg, Step(16), [16, 8, 4], [0], FEW_TOKENS)
+    tried = [(step.rows, step.keep_less) for step in steps]
+    assert tried == [(16, False), (8, False), (8, True), (4, False), (4, True)]
+    peaks = [predict_memory(cfg, step).peak() for step in steps]
+    assert peaks[0] > peaks[1] > peaks[2] > peaks[4]
+    assert peaks[1] > peaks[3] > peaks[4]
+
+
+def test_a_card_too_small_for_the_weights_alone_is_refused(monkeypatch, capsys):
+    cfg = PRESETS["parcae-1.3b"]
+    monkeypatch.setattr(memory, "free_memory", lambda place: 15.5 * GIB)
+    here = Place(0, 1, torch.device("cuda"))
+    refused(capsys, lambda: check_room(cfg, "muon", here), "15.5 GiB are free", "try more GPUs")
+    check_room(cfg, "muon", here._replace(world=8))  # which share the optimiser's state
+    check_room(PRESETS["parcae-770m"], "muon", here)
+    check_room(cfg, "muon", Place(0, 1, torch.device("cpu")))
+
+
 def test_a_plan_knows_what_fits_and_that_more_cards_are_faster():
     H100 = CARDS["H100"]
     one = plan("parcae-140m", H100, gpus=1)
     eight = plan("parcae-140m", H100, gpus=8)
-    assert one.rows in (32, 64)
+    assert one.step.rows in (32, 64)
     assert 7 < one.hours() / eight.hours() <= 8
-    assert plan("parcae-1.3b", CARDS["4090"], gpus=1).rows == 0
+    assert plan("parcae-1.3b", CARDS["4090"], gpus=1).step is None

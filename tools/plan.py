@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.figures import table
-from looped.memory import GIB, Memory, Step, largest_part, matrix_stacks, predict_memory, usable
+from looped.memory import (
+    CHUNK,
+    FEW_TOKENS,
+    GIB,
+    Memory,
+    Step,
+    largest_part,
+    matrix_stacks,
+    predict_memory,
+    steps_to_try,
+    usable,
+)
 from model import PRESETS, ModelConfig, parameter_count
 from train import recipe_of
 
@@ -48,6 +59,7 @@ BACKWARD_ATTENTION = 0.8  # of the forward pass's rate
 # without gradient, of one with gradient (forward and backward); and per logit.
 BYTES_WITHOUT_GRADIENT = 46
 BYTES_WITH_GRADIENT = 130
+BYTES_TO_KEEP_LESS = 25  # more, where less is kept for the backward pass
 BYTES_A_LOGIT = 6
 
 SOURCE_BYTES_A_TOKEN = 2.2  # compressed source text of a packed token, cropped parts included
@@ -57,8 +69,8 @@ SOURCE_BYTES_A_TOKEN = 2.2  # compressed source text of a packed token, cropped 
 class Plan:
     """What a preset's recipe needs on a number of cards."""
 
-    rows: int  # a card and forward pass; 0: not even one fits
-    memory: Memory  # at these rows, or at one row
+    step: Step | None  # of a card; None: not even one row fits
+    memory: Memory  # of this step, or of one row
     micro_batch: dict[str, float]  # seconds by part, forward and backward of `rows` rows
     update: float  # seconds
     exchange: float  # seconds
@@ -71,9 +83,9 @@ class Plan:
         return self.tokens / self.rate / 3600
 
 
-def micro_batch_seconds(cfg: ModelConfig, rows: int, card: Card) -> dict[str, float]:
-    """Forward and backward of `rows` rows at the mean depth, by part."""
-    tokens = rows * cfg.seq_len
+def micro_batch_seconds(cfg: ModelConfig, step: Step, card: Card) -> dict[str, float]:
+    """Forward and backward of the step's rows at the mean depth, by part."""
+    tokens = step.rows * cfg.seq_len
     without = cfg.n_core * (cfg.mu_rec - cfg.mu_bwd)
     with_gradient = cfg.n_core * cfg.mu_bwd
     ends = cfg.n_prelude + cfg.n_coda
@@ -83,7 +95,8 @@ def micro_batch_seconds(cfg: ModelConfig, rows: int, card: Card) -> dict[str, fl
     pair = 2 * cfg.seq_len * cfg.d_model * tokens  # attention of a layer
     forward = pair * (ends + without + with_gradient)
     backward = 2.5 * pair * (ends + with_gradient) / BACKWARD_ATTENTION
-    moved = BYTES_WITHOUT_GRADIENT * without + BYTES_WITH_GRADIENT * with_gradient
+    learning = BYTES_WITH_GRADIENT + BYTES_TO_KEEP_LESS * step.keep_less
+    moved = BYTES_WITHOUT_GRADIENT * without + learning * with_gradient
     numbers = tokens * cfg.d_model
     return {
         "loops' products": loops / card.products,
@@ -91,7 +104,7 @@ def micro_batch_seconds(cfg: ModelConfig, rows: int, card: Card) -> dict[str, fl
         "other products": (products - loops - head) / card.products,
         "attention": (forward + backward) / card.attention,
         "loops' other kernels": numbers * moved / card.bandwidth,
-        "other kernels": numbers * BYTES_WITH_GRADIENT * ends / card.bandwidth,
+        "other kernels": numbers * learning * ends / card.bandwidth,
         "logits": BYTES_A_LOGIT * tokens * cfg.vocab_size / card.bandwidth,
     }
 
@@ -113,35 +126,37 @@ def exchange_seconds(cfg: ModelConfig, world: int, card: Card) -> float:
     return 2 * 4 * parameter_count(cfg) * (world - 1) / world / card.link
 
 
-def largest_batch(cfg: ModelConfig, batch: int, step: Step, card: Card) -> int:
-    """The largest device batch that fits the card and divides its share of the batch; 0: none does."""
-    room = usable(card.memory * GIB - CONTEXT)
+def step_that_fits(cfg: ModelConfig, batch: int, base: Step, card: Card) -> Step | None:
+    """What train.py would try first: the largest device batch that divides its share of the batch and is predicted to
+    fit the card.
+    """
+    counts = []
     rows = LARGEST_DEVICE_BATCH + 1
-    while rows := largest_part(rows - 1, batch, step.world):
-        if memory_at(cfg, rows, step).peak() <= room:
-            return rows
-    return 0
-
-
-def memory_at(cfg: ModelConfig, rows: int, step: Step) -> Memory:
-    return predict_memory(cfg, Step(rows, step.optimizer, step.world))
+    while rows := largest_part(rows - 1, batch, base.world):
+        counts.append(rows)
+    room = usable(card.memory * GIB - CONTEXT)
+    for step in steps_to_try(cfg, base, counts, [0, CHUNK], FEW_TOKENS):
+        if predict_memory(cfg, step).peak() <= room:
+            return step
+    return None
 
 
 def plan(preset: str, card: Card, gpus: int) -> Plan:
     """What the preset's recipe needs on this many cards of a kind."""
     cfg = PRESETS[preset]
     recipe = recipe_of(preset)
-    step = Step(1, recipe.optimizer, gpus)
-    rows = largest_batch(cfg, recipe.batch_size, step, card)
-    parts = micro_batch_seconds(cfg, max(rows, 1), card)
+    one_row = Step(1, recipe.optimizer, gpus)
+    fitting = step_that_fits(cfg, recipe.batch_size, one_row, card)
+    step = fitting or one_row
+    parts = micro_batch_seconds(cfg, step, card)
     update = update_seconds(cfg, recipe.optimizer, gpus, card)
     exchange = exchange_seconds(cfg, gpus, card)
-    micro_batches = recipe.batch_size / gpus / max(rows, 1)
+    micro_batches = recipe.batch_size / gpus / step.rows
     seconds = sum(parts.values()) * micro_batches + update + exchange
     rate = recipe.batch_size * cfg.seq_len / seconds
     return Plan(
-        rows=rows,
-        memory=memory_at(cfg, max(rows, 1), step),
+        step=fitting,
+        memory=predict_memory(cfg, step),
         micro_batch=parts,
         update=update,
         exchange=exchange,
@@ -161,11 +176,12 @@ HEADER = ["preset", "rows", "peak GiB", "tok/s", "MFU", "hours", "$"]
 
 def summary_row(preset: str, p: Plan) -> list:
     peak = f"{p.memory.peak() / GIB:.1f}"
-    if p.rows == 0:
+    if p.step is None:
         return [preset, f"0: one row needs {peak} GiB", *[""] * 5]
     hours = p.hours()
     dollars = f"{hours * p.price:,.0f}"
-    return [preset, p.rows, peak, f"{p.rate:,.0f}", f"{p.mfu:.2f}", f"{hours:.1f}", dollars]
+    rows = f"{p.step.rows}*" if p.step.keep_less else p.step.rows
+    return [preset, rows, peak, f"{p.rate:,.0f}", f"{p.mfu:.2f}", f"{hours:.1f}", dollars]
 
 
 def detail_lines(preset: str, p: Plan) -> list[str]:
@@ -176,7 +192,7 @@ def detail_lines(preset: str, p: Plan) -> list[str]:
     times = [f"{name} {seconds * 1e3:.1f}" for name, seconds in p.micro_batch.items()]
     return [
         f"{preset}: GiB: {', '.join(sizes)} (the update's instead of activations and logits)",
-        f"{preset}: ms of a micro-batch of {max(p.rows, 1)} rows: {', '.join(times)}; "
+        f"{preset}: ms of a micro-batch of {p.step.rows if p.step else 1} rows: {', '.join(times)}; "
         f"of a step's update {p.update * 1e3:.1f}, exchange {p.exchange * 1e3:.1f}",
         f"{preset}: disk, GB: packed rows {2 * p.tokens / 1e9:.0f}, source text "
         f"{SOURCE_BYTES_A_TOKEN * p.tokens / 1e9:.0f}",
@@ -189,7 +205,7 @@ def page(presets: list[str], name: str, gpus: int) -> list[str]:
     lines = [
         f"PREDICTED, not measured: {gpus} × {name}, {card.memory} GiB. Assumed: products {card.products / 1e12:.0f} "
         f"TFLOP/s, attention {card.attention / 1e12:.0f}, {card.bandwidth / 1e12:.2f} TB/s, link "
-        f"{card.link / 1e9:.0f} GB/s, ${card.price} an hour and card.",
+        f"{card.link / 1e9:.0f} GB/s, ${card.price} an hour and card. *: less is kept for the backward pass.",
         "",
     ]
     plans = {preset: plan(preset, card, gpus) for preset in presets}

@@ -51,7 +51,7 @@ from looped.depth import sample_depths
 from looped.endings import catch_signals, explain, stop_diverged
 from looped.files import file_hash, read_checked
 from looped.machine import DEVICES, Place, best_dtype, distributed, leave, to_device
-from looped.memory import fit_memory
+from looped.memory import check_room, fit_memory
 from looped.randomness import SEED_STATE, sequence_key
 from looped.run_directory import RunLog, add_result, begun_dtype, is_finished, prepare_run
 from looped.settings import DEVICE_BATCH, FINAL_DEPTHS, eval_depths, ramp_steps, settle
@@ -699,6 +699,7 @@ def train(args, progress: dict) -> None:
 
     # 2. model and optimiser
     compiled, compile_reason = choose_compile(args, steps, place)
+    check_room(cfg, args.optimizer, place)
     model, optimizer, first = build(args, cfg, data, newest, place, compiled)
     if finished and first == steps:
         place.say(f"{folder} is finished: all {steps} steps, and its validation")

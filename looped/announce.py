@@ -102,6 +102,9 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit) -> dict:
         allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         why = f"at the deepest depth to be expected; {allocator}"
         chosen["memory"] = (f"peak {fit.peak:.1f} GiB", why)
+    if fit.keeps_less:
+        why = "or fewer rows would fit; no product is made twice"
+        chosen["backward pass"] = ("makes elementwise results again", why)
     if place.device.type == "mps":
         why = "mps lacks 64-bit products and numbers"
         chosen["on the CPU"] = ("initial states, sums of losses", why)

@@ -319,7 +319,7 @@ def memory_named(model, step: Step, place: Place) -> str:
         return "the memory at the deepest depth"
     need = predict_memory(model.cfg, step).peak() / GIB
     free = free_memory(place) / GIB
-    return f"the GPU's memory: {free:.1f} GiB are free, and the deepest depth needs some {need:.1f}"
+    return f"the GPU's memory: {free:.1f} GiB are free, of which {HEADROOM:.0%} must stay so, and the deepest depth needs some {need:.1f}"
 
 
 def chunk_reason(args, chunk: int, place: Place) -> str:

@@ -175,7 +175,8 @@ class DiagonalInjection(AddInjection):
         if part == "B":
             return torch.eye(self.B.size(0))
         dt = -math.log(self.initial_decay)  # decay = exp(-Δ)
-        return torch.full(self.dt_bias.shape, dt + math.log(-math.expm1(-dt)))  # softplus⁻¹(dt)
+        inverse = dt + math.log(-math.expm1(-dt))  # softplus⁻¹(dt)
+        return torch.full(self.dt_bias.shape, inverse)
 
     def drive(self, e):
         decay, gain = discretise(self.A_log, self.dt_bias, self.gain_rule)
@@ -589,7 +590,8 @@ class Model(nn.Module):
         self.wte = Embedding(cfg.vocab_size, d)
         # numbered by unique layer: prelude, core, coda
         tables = cfg.value_layers()
-        self.blocks = nn.ModuleList([Block(cfg, i in tables) for i in range(cfg.n_layer())])
+        blocks = [Block(cfg, i in tables) for i in range(cfg.n_layer())]
+        self.blocks = nn.ModuleList(blocks)
         self.ve = nn.ModuleDict({str(i): Embedding(cfg.vocab_size, d) for i in tables})
         self.norm_f = RMSNorm(d)
         self.norm_e = RMSNorm(d) if cfg.n_core and cfg.prelude_norm else None
@@ -641,7 +643,8 @@ class Model(nn.Module):
             applied = cfg.n_prelude + cfg.n_core * cfg.mu_rec + cfg.n_coda
             return orthogonal(p.shape, std / math.sqrt(2 * applied), generator)
         if part == "gate":
-            return (torch.rand(p.shape, generator=generator) * 2 - 1) / math.sqrt(p.size(1))
+            uniform = torch.rand(p.shape, generator=generator) * 2 - 1
+            return uniform / math.sqrt(p.size(1))
         return self.injection.initial(part, std, generator)
 
     def muon_parameters(self) -> set[str]:
@@ -665,7 +668,8 @@ class Model(nn.Module):
         decay, write = self.injection.drive(e.to(self.dtype))
         values = self.value_rows(ids, self.cfg.n_prelude, self.cfg.n_core)
         positions = None if cache is None else cache.positions
-        return self.initial_state(e, keys, positions), LoopInputs(decay, write.to(e.dtype), values)
+        inputs = LoopInputs(decay, write.to(e.dtype), values)
+        return self.initial_state(e, keys, positions), inputs
 
     def core_step(self, h, inputs: LoopInputs, t, cache=None):
         """One loop: h (B, T, D) -> the state after it. t (B,) or (B, T): how many loops each row,
@@ -681,13 +685,15 @@ class Model(nn.Module):
         if self.C is not None:
             h = self.C(h.to(self.dtype)).to(h.dtype)
         first = cfg.n_prelude + cfg.n_core
-        x = self.run_blocks(h, first, self.value_rows(ids, first, cfg.n_coda), cache)
+        values = self.value_rows(ids, first, cfg.n_coda)
+        x = self.run_blocks(h, first, values, cache)
         return self.norm_f(x).to(self.dtype)
 
     def encode(self, ids, cache=None):
         """ids (B, T) -> e (B, T, D), the prelude's output."""
         x = self.wte(ids).to(self.residual_dtype or self.dtype)
-        x = self.run_blocks(x, 0, self.value_rows(ids, 0, self.cfg.n_prelude), cache)
+        values = self.value_rows(ids, 0, self.cfg.n_prelude)
+        x = self.run_blocks(x, 0, values, cache)
         return x if self.norm_e is None else self.norm_e(x)
 
     def initial_state(self, e, keys, positions=None):
@@ -937,7 +943,8 @@ def config_of(settings: dict) -> ModelConfig:
     default.
     """
     known = {f.name for f in fields(ModelConfig)}
-    return ModelConfig(**{name: value for name, value in settings.items() if name in known})
+    own = {name: value for name, value in settings.items() if name in known}
+    return ModelConfig(**own)
 
 
 def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):

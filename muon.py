@@ -147,12 +147,9 @@ class Muon:
         return {"first": torch.zeros_like(p), "second": p.new_zeros(factor)}
 
     def step_rates(self, rates: Rates) -> list[float]:
-        return [
-            rates.lr * self.lr,
-            rates.weight_decay * self.weight_decay,
-            rates.momentum,
-            1 - rates.momentum,
-        ]
+        lr = rates.lr * self.lr
+        weight_decay = rates.weight_decay * self.weight_decay
+        return [lr, weight_decay, rates.momentum, 1 - rates.momentum]
 
     def apply(self, buffer: Buffer, g, rates: torch.Tensor, step, ok) -> None:
         """Updates the places that hold a matrix; they come first."""
@@ -262,9 +259,8 @@ class Optimizer:
             for stack in shapes.values():
                 self.buffers.append((rule, self._stack(rule, stack, dealt)))
                 dealt += len(stack)
-        self.steps = torch.zeros(
-            (), device=self.buffers[0][1].data.device
-        )  # for Adam's bias correction
+        device = self.buffers[0][1].data.device
+        self.steps = torch.zeros((), device=device)  # for Adam's bias correction
 
     def _flat(self, rule, members: list) -> Buffer:
         """Parameters end to end."""
@@ -306,8 +302,8 @@ class Optimizer:
         Returns a device tensor [squared gradient norm before clipping, summed sums …]. If the norm
         or the loss is not finite, no rank changes anything. Nothing here waits for the device.
         """
-        squares = self._reduce_gradients()
-        out = summed(torch.cat([torch.stack(squares).sum()[None], sums]))
+        squares = torch.stack(self._reduce_gradients())
+        out = summed(torch.cat([squares.sum()[None], sums]))
         finite = torch.isfinite(out[:2]).all()
         ok = finite.float()
         self.steps += ok

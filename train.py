@@ -335,8 +335,9 @@ def deal(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
     are independent of the text, and the step's gradient is a sum over sequences, so who computes
     which changes nothing but rounding.
     """
-    cost = (2 * n + 6 * k).reshape(len(n), -1).sum(1)
-    order = np.argsort(-cost, kind="stable")
+    cost = 2 * n + 6 * k
+    of_sequence = cost.reshape(len(n), -1).sum(1)
+    order = np.argsort(-of_sequence, kind="stable")
     rounds = order.reshape(-1, world).copy()
     rounds[1::2] = rounds[1::2, ::-1]
     return [rounds[:, rank] for rank in range(world)]
@@ -377,7 +378,8 @@ def schedule(step: int, steps: int, args) -> Rates:
     momentum = 0.95
     if args.momentum_warmup:
         momentum = 0.85 + 0.1 * min(1.0, step / args.momentum_warmup)
-    return Rates(lr=min(1.0, rise, fall), weight_decay=(steps - step) / steps, momentum=momentum)
+    left = (steps - step) / steps
+    return Rates(lr=min(1.0, rise, fall), weight_decay=left, momentum=momentum)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -570,7 +572,8 @@ def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) ->
             "lr": rates.lr,
             **about,
         }
-        pending = Finished(entry, list(result), torch.stack(list(result.values())), stop)
+        numbers = torch.stack(list(result.values()))
+        pending = Finished(entry, list(result), numbers, stop)
         join_writer(wait=False)
         if step == first + 20:  # collections would stall all ranks
             gc.collect()
@@ -680,9 +683,7 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
 
 
 def train(args, progress: dict) -> None:
-    """The run. progress["step"] is kept at the last whole step, for the message of a run that ends
-    early.
-    """
+    """The run. progress["step"] is always the last whole step, for the message of an early end."""
     # 1. settings, ranks, data, run directory
     cfg = model_config(args)
     place = distributed(args.device)

@@ -42,10 +42,10 @@ SELECTIVE = [  # decay and gain (B, T, D): the step length is a function of the 
         '        if part == "B":\n',
     ),
     (
-        "decay, gain = discretise(self.A_log, self.dt_bias, self.gain_rule)\n        write = gain",
+        "decay, gain = discretise(self.A_log, self.dt_bias, self.gain_rule)\n        if self.B",
         "dt_bias = self.dt_bias + F.linear(e.float(), self.S.float())\n"
         "        decay, gain = discretise(self.A_log, dt_bias, self.gain_rule)\n"
-        "        write = gain",
+        "        if self.B",
     ),
 ]
 BY_INDEX = [  # a vector for each loop of a sequence

@@ -336,8 +336,8 @@ def parse_args():
         action="append",
         default=[],
         metavar="FILE:KIND[,shots=N][,chance=PERCENT][,delimiter=space|line]",
-        help="a task of your own, beside the panel and in no average; KIND: mc, schema or lm; may be "
-        "given again",
+        help="a task of your own, beside the panel and in no average; KIND: mc, schema or lm; may "
+        "be given again",
     )
     add(
         "--baselines",

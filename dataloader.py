@@ -110,7 +110,7 @@ def best_fit(documents, row):
 
 
 def npy_header(rows, row):
-    """The head of a .npy file of uint16 rows: 128 bytes for any number, so it can be written last."""
+    """The head of a .npy file of uint16 rows: always 128 bytes, so it can be written last."""
     head = io.BytesIO()
     shape = {"descr": "<u2", "fortran_order": False, "shape": (rows, row)}
     np.lib.format.write_array_header_1_0(head, shape)
@@ -172,7 +172,9 @@ def still_good(path, entry, job, row):
 
 
 def plan(args):
-    """The Settings and the jobs that the flags ask for, validation first: training begins with it."""
+    """The Settings and the jobs that the flags ask for; validation first, which training needs at
+    once.
+    """
     enc = load_tokenizer(args.tokenizer)
     if enc.n_vocab > 65_536:
         limit = "ids are stored in 16 bits, so at most 65536"

@@ -8,7 +8,7 @@ Looped language models: a Transformer whose middle block is applied a variable n
 
     a = exp(A_log), Δ = softplus(dt_bias), decay = exp(-Δ a)    exact (zero-order hold) state decay
     gain = Δ                 `euler`   Parcae (Prairie et al. 2026, section 4)
-    gain = (1 - decay) / a   `zoh`     Exact-ZOH (Huang 2026): the same held-input integral, solved exactly
+    gain = (1 - decay) / a   `zoh`     Exact-ZOH (Huang 2026): the held-input integral, solved exactly
 
 R̄ is the residual part of the core blocks at the injected state, so one loop is "inject, then run
 the core blocks". Shapes: B rows, T tokens, D width, H heads, K = D / H, V vocabulary, M MLP width.
@@ -622,10 +622,10 @@ class Model(nn.Module):
         """Draws each parameter from a generator keyed by (seed, its name), so a flag that adds one
         changes no other.
 
-        | wte, q, k, v, fc, up, C          | orthogonal, scaled so that entries have std s = sqrt(2 / (5 D))        |
-        | attention o, MLP proj            | scaled-zero: 0; scaled: as above, s / sqrt(2 L), L = layers applied    |
-        | value tables; value gates; norms | N(0, 1); U(±1/sqrt(fan in)), torch's Linear default; 1                 |
-        | injection, mechanism             | their own method `initial`                                             |
+        | wte, q, k, v, fc, up, C          | orthogonal, entries of std s = sqrt(2 / (5 D))                |
+        | attention o, MLP proj            | scaled-zero: 0; scaled: std s / sqrt(2 L), L = layers applied |
+        | value tables; value gates; norms | N(0, 1); U(±1/sqrt(fan in)), as torch's Linear; 1             |
+        | injection, mechanism             | their own method `initial`                                    |
         """
         for name, p in self.named_parameters():
             name = name.removeprefix("injection.")  # its parameters are drawn by their own names
@@ -657,7 +657,7 @@ class Model(nn.Module):
         return self.injection.initial(part, std, generator)
 
     def muon_parameters(self) -> set[str]:
-        """Names of Muon's matrices: attention's q, k, v, o and the MLP's (paper, table of groups)."""
+        """Names of Muon's matrices: attention's q, k, v, o, the MLP's (paper, table of groups)."""
         parts = {"q", "k", "v", "o", "fc", "up", "proj"}
         names = set()
         for name, _ in self.named_parameters():

@@ -4,7 +4,7 @@ Trains a looped language model, or its flat baseline, on packed rows of tokens.
     python train.py                                                        # the small model, CPU
     python train.py --preset parcae-140m --gain zoh --data data/fineweb-edu-v32768/rows-2048-crop
     torchrun --standalone --nproc_per_node=8 train.py --preset parcae-140m ...
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py ...
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py …
 
 What a step sees (rows, depths, initial states) is a function of (seed, step, sequence in the step),
 whatever the number of ranks and the micro-batch; --batch-size is the optimiser's batch,
@@ -168,8 +168,8 @@ def parse_args(argv=None):
     add("--batch-size", type=positive_int,
         help="sequences per optimiser step (default: the recipe's)")
     add("--optimizer", choices=OPTIMIZERS,
-        help="muon: Muon for the blocks' matrices, AdamW for the rest; adamw: AdamW for all, without "
-             "epsilon, updates clipped by tensor (default: the recipe's)")
+        help="muon: Muon for the blocks' matrices, AdamW for the rest; adamw: AdamW for all, "
+             "without epsilon, updates clipped by tensor (default: the recipe's)")
     add("--muon-lr", type=non_negative_float,
         help="peak learning rate of the matrices (default: the recipe's)")
     add("--adam-lr", type=non_negative_float,
@@ -193,8 +193,8 @@ def parse_args(argv=None):
         help="steps between validations (default: a fifth of the run)")
     add("--eval-tokens", type=positive_float, help="validation tokens (default: the recipe's)")
     add("--eval-depths",
-        help="depths of every validation, e.g. 1,4,8; each costs its loops again (default: mu_rec in "
-             f"training, {FINAL_DEPTHS} at its end)")
+        help="depths of every validation, e.g. 1,4,8; each costs its loops again (default: mu_rec "
+             f"in training, {FINAL_DEPTHS} at its end)")
     add("--core-every", type=non_negative_int, default=0,
         help="steps between reduced CORE panels (default: none)")
     add("--bundle",

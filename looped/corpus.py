@@ -244,7 +244,7 @@ def build_stdlib(out):
 
 
 def prepare_stdlib(folder: Path, vocab_size: int, seq_len: int) -> None:
-    """The standard library as packed rows, with a tokenizer of its own, as speedrun.sh makes them."""
+    """The standard library as packed rows, with its own tokenizer, as speedrun.sh makes them."""
     tokenizer = folder.parent / "tokenizer.json"
     commands = (
         "dataloader.py stdlib --out data/stdlib",

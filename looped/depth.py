@@ -146,7 +146,7 @@ def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
 
 
 def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, k) of rows so deep that one draw in ten million is deeper: memory must suffice for them."""
+    """(n, k) of rows so deep that one draw in ten million is deeper; memory must suffice."""
     return draw(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 0.999))
 
 

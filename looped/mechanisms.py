@@ -3,18 +3,19 @@ What becomes of the change that a loop proposes, Huang (2026), appendix "Other L
 
     u_t = core_step(h_t) - h_t
     none     h_{t+1} = h_t + u_t
-    attnres  h_{t+1} = Σ_i α_i V_i,  V = [h_0, u_0 … u_t],  α = softmax_i(q_t · RMSNorm(V_i))      Loop AttnRes
-    hyper    S^(k) ← r_k S^(k) + b_k (u + p_t),  u = core_step(c) - c,  c = Σ_k a_k S^(k)          HyperConnectedLoop
+    attnres  h_{t+1} = Σ_i α_i V_i,  V = [h_0, u_0 … u_t],  α = softmax_i(q_t · RMSNorm(V_i))
+    hyper    S^(k) ← r_k S^(k) + b_k (u + p_t),  u = core_step(c) - c,  c = Σ_k a_k S^(k)
 
 A mechanism is a module with these methods; `Model.unroll` calls them, for training, evaluation and
 sampling alike:
 
-    start(h)                            h_0 (B, T, D) -> what the loop carries, its rows first; and its history, a list
-    step(x, history, index, propose)    the carried rows x after one more loop; index: each row's own loop index;
-                                        propose(h) is core_step(h)
-    resume(history)                     the history as the loops with gradient should find it
-    read(x)                             what is carried -> h (B, T, D)
-    initial(part)                       initial value of the parameter of that name
+    start(h)            h_0 (B, T, D) -> what the loop carries, rows first; and its history, a list
+    step(x, history, index, propose)
+                        the carried rows x after one more loop; index: each row's own loop index;
+                        propose(h) is core_step(h)
+    resume(history)     the history as the loops with gradient should find it
+    read(x)             what is carried -> h (B, T, D)
+    initial(part)       initial value of the parameter of that name
 
 Letters as in model.py; Q loop indices. The raw loop is `--injection none`; with `diagonal` they
 stand on the control path.

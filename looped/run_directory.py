@@ -1,4 +1,4 @@
-"""A run directory: config.json, log.jsonl, tokenizer.json and checkpoints; made, checked, written to."""
+"""A run directory: config.json, log.jsonl, tokenizer.json and checkpoints."""
 
 import contextlib
 import dataclasses

@@ -69,7 +69,7 @@ def settle_batch(args, world: int) -> None:
 
 
 def ramp_steps(length: float, steps: int) -> float:
-    """A warm-up or cool-down in steps: given as a fraction of the run if at most 1, else in steps."""
+    """A warm-up or cool-down in steps, given as a fraction of the run if at most 1."""
     return length * steps if length <= 1 else length
 
 

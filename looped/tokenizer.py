@@ -15,7 +15,8 @@ BOS, EOS, PAD = SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 
 # fmt: off
 PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"  # contractions, words, digits by at most two
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+"  # contractions, words
+    r"|\p{N}{1,2}"  # digits by at most two
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"  # punctuation, line ends, white space
 )
 # fmt: on
@@ -30,7 +31,7 @@ def special_ids(ranks):
 
 
 def encoding(data):
-    """What a tokenizer file holds -> tiktoken.Encoding; ValueError and the like for anything else."""
+    """What a tokenizer file holds -> tiktoken.Encoding; ValueError or the like if it is none."""
     import tiktoken
 
     ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}

@@ -29,47 +29,53 @@ from tools.hf_tokenizer import read_tokenizer, tokenizer_to_hf
 # fmt: off
 # The reference's settings that we have, {theirs: ours}
 EVERY_MODEL = {
-    "padded_vocab_size": "vocab_size", "block_size": "seq_len", "n_embd": "d_model", "num_attention_heads": "n_head",
-    "intermediate_size": "d_mlp", "qk_norm": "qk_norm", "init_strategy": "init", "rope_base": "rope_theta",
+    "padded_vocab_size": "vocab_size", "block_size": "seq_len", "n_embd": "d_model",
+    "num_attention_heads": "n_head", "intermediate_size": "d_mlp", "qk_norm": "qk_norm",
+    "init_strategy": "init", "rope_base": "rope_theta",
 }
 LOOPED = EVERY_MODEL | {
-    "n_layers_in_prelude": "n_prelude", "n_layers_in_recurrent_block": "n_core", "n_layers_in_coda": "n_coda",
-    "mean_recurrence": "mu_rec", "mean_backprop_depth": "mu_bwd", "prelude_norm": "prelude_norm",
-    "state_init": "state_init", "sampling_scheme": "sampling", "injection_type": "injection",
-    "recurrent_iteration_method": "granularity",
+    "n_layers_in_prelude": "n_prelude", "n_layers_in_recurrent_block": "n_core",
+    "n_layers_in_coda": "n_coda", "mean_recurrence": "mu_rec", "mean_backprop_depth": "mu_bwd",
+    "prelude_norm": "prelude_norm", "state_init": "state_init", "sampling_scheme": "sampling",
+    "injection_type": "injection", "recurrent_iteration_method": "granularity",
 }
 FLAT = EVERY_MODEL | {"n_layer": "n_prelude"}
 VALUES = {"linear": "concat", "per-batch": "batch", "per-sequence": "sequence", "per-token": "token"}
 # those that must equal another of its settings
 EQUAL = {
-    "num_key_value_heads": "num_attention_heads", "recurrent_num_attention_heads": "num_attention_heads",
-    "recurrent_embedding_dimension": "n_embd", "recurrent_intermediation_embedding_dimension": "intermediate_size",
+    "num_key_value_heads": "num_attention_heads",
+    "recurrent_num_attention_heads": "num_attention_heads",
+    "recurrent_embedding_dimension": "n_embd",
+    "recurrent_intermediation_embedding_dimension": "intermediate_size",
 }
 # those that have one value here
 FIXED = {
-    "block_class_name": "TransformerPreNormBlock", "norm_class_name": "RMSNorm", "norm_eps": 1e-5, "bias": False,
-    "mlp_class_name": "BaseMLP", "nonlin_name": "ReLU2", "qk_bias": False, "tie_embeddings": True, "clip_qkv": None,
-    "logit_softcap": None, "use_abacus": False, "use_rope": True, "rope_condense_ratio": 1,
-    "mup_model_scaling_factor": 1, "randomize_positions_from": None, "debias_attention": False,
-    "center_attention": False,
+    "block_class_name": "TransformerPreNormBlock", "norm_class_name": "RMSNorm", "norm_eps": 1e-5,
+    "bias": False, "mlp_class_name": "BaseMLP", "nonlin_name": "ReLU2", "qk_bias": False,
+    "tie_embeddings": True, "clip_qkv": None, "logit_softcap": None, "use_abacus": False,
+    "use_rope": True, "rope_condense_ratio": 1, "mup_model_scaling_factor": 1,
+    "randomize_positions_from": None, "debias_attention": False, "center_attention": False,
 }
 # those that change no function
 INERT = {
-    "name", "hf_config", "vocab_size", "padding_multiple", "attn_impl", "init_orthogonal", "skip_initialization",
-    "use_fused_head", "activation_checkpoint_impl", "simple_ops", "strategy", "lockstep_n", "lockstep_k",
-    "curriculum_target", "model_class_name", "init", "n_layer", "_class_name", "architecture_class_name",
-    "_is_recurrent_block_config", "_recurrent_block_config", "model_type", "architectures", "dtype", "torch_dtype",
+    "name", "hf_config", "vocab_size", "padding_multiple", "attn_impl", "init_orthogonal",
+    "skip_initialization", "use_fused_head", "activation_checkpoint_impl", "simple_ops", "strategy",
+    "lockstep_n", "lockstep_k", "curriculum_target", "model_class_name", "init", "n_layer",
+    "_class_name", "architecture_class_name", "_is_recurrent_block_config",
+    "_recurrent_block_config", "model_type", "architectures", "dtype", "torch_dtype",
     "transformers_version", "auto_map", "head_size", "n_head", "n_query_groups", "rope_settings",
 }
 # Names of weights, {ours: theirs}
 PARTS = {
-    "q": "c_q", "k": "c_k", "v": "c_v", "o": "c_proj", "gate": "ve_gate", "norm1": "norm_1", "norm2": "norm_2",
+    "q": "c_q", "k": "c_k", "v": "c_v", "o": "c_proj", "gate": "ve_gate", "norm1": "norm_1",
+    "norm2": "norm_2",
 }
 NAMES = {
     "wte.weight": "transformer.wte.weight", "norm_f.weight": "transformer.ln_f.weight",
     "norm_e.weight": "transformer.ln_prelude.weight", "C.weight": "transformer.C.weight",
-    "injection.A_log": "transformer.adapter.A_log", "injection.dt_bias": "transformer.adapter.dt_bias",
-    "injection.B": "transformer.adapter.B", "injection.W": "transformer.adapter.adapter.weight",
+    "injection.A_log": "transformer.adapter.A_log",
+    "injection.dt_bias": "transformer.adapter.dt_bias", "injection.B": "transformer.adapter.B",
+    "injection.W": "transformer.adapter.adapter.weight",
 }
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "model.bin", "model.pt")
 # fmt: on

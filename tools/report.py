@@ -1,7 +1,7 @@
 """Compares runs: a picture, tables and warnings from run directories, as report.md and PNG files.
 
-    python -m tools.report runs/tiny-euler-s0 runs/tiny-zoh-s0  # report.md in the runs' common parent
-    python -m tools.report runs/tiny-*-s* --out results/gains   # several seeds of each arm: t intervals
+    python -m tools.report runs/tiny-euler-s0 runs/tiny-zoh-s0  # report.md in their common parent
+    python -m tools.report runs/tiny-*-s* --out results/gains   # several seeds an arm: t intervals
 
 Reads config.json, log.jsonl and, where they are, core_*_*.json and sample.txt. The others are
 compared with the first run. Runs that differ in nothing but the seed form an arm; arms are paired
@@ -36,15 +36,16 @@ CURVES = {
 }
 # tables: {column: format of its numbers}
 LOSSES = {
-    "run": "", "depth": "", "validation loss": ".4f", "less the first's": "+.4f", "perplexity": ".2f",
-    "bits per byte": ".4f",
+    "run": "", "depth": "", "validation loss": ".4f", "less the first's": "+.4f",
+    "perplexity": ".2f", "bits per byte": ".4f",
 }  # fmt: skip
 COSTS = {
-    "run": "", "parameters": ",d", "tokens trained": ",d", "training FLOPs": ".3g", "tokens/s": ",.0f",
-    "minutes in steps": ".1f", "peak memory, GB": ".2f", "machine": "",
+    "run": "", "parameters": ",d", "tokens trained": ",d", "training FLOPs": ".3g",
+    "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GB": ".2f", "machine": "",
 }  # fmt: skip
 SCORES = {
-    "run": "", "depth": "", "name": "", "mean": ".4f", "std": ".4f", "tasks_done": "", "tasks_total": "",
+    "run": "", "depth": "", "name": "", "mean": ".4f", "std": ".4f", "tasks_done": "",
+    "tasks_total": "",
 }  # fmt: skip
 RADARS = {"core": ["categories_fine"], "core-extended": ["categories_fine", "categories_ext"]}
 

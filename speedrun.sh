@@ -15,7 +15,7 @@ if [ "$GPUS" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
 fi
 PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo nano)} # network and recipe, see PRESETS in model.py
 DATA=${DATA:-$([ "$GPUS" -gt 0 ] && echo fineweb-edu || echo stdlib)}   # stdlib, fineweb-edu, or a folder of texts
-ARMS=${ARMS:-$([ "$GPUS" -gt 0 ] && echo euler zoh || echo euler zoh flat)} # a training each, matched in all else; flat: no loop
+ARMS=${ARMS:-$([ "$GPUS" -gt 0 ] && echo euler zoh || echo euler flat zoh)} # a training each, matched in all else; flat: no loop
 TOKENS=${TOKENS:-}                                                      # of each training (default: the preset's)
 NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 1))}                                # processes of a training: one a GPU
 JOBS=${JOBS:-$([ "$GPUS" -gt 0 ] && echo 1 || getconf _NPROCESSORS_ONLN)} # trainings side by side, on a CPU a core each

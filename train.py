@@ -26,6 +26,10 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+# Before torch is loaded. OpenMP's threads spin while they wait, and beside another busy program
+# they spin for the time of each other's work: let them sleep soon (LOG.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -126,8 +126,18 @@ def line_pieces(text: str) -> list[str]:
     return pieces
 
 
+def last_piece(text: str) -> int:
+    """Where the last of the text's line_pieces begins."""
+    end = len(text) - 1  # a line end there begins no piece
+    while (end := text.rfind("\n", 0, end)) >= 0:
+        if not text[end + 1].isspace():
+            return end + 1
+    return 0
+
+
 def line_encoder(enc) -> Encoder:
-    """An encoder that tokenises each distinct line once: shots return in many prompts.
+    """An encoder that tokenises each distinct line once: shots return in many prompts, and the
+    options of a question differ in their last lines.
 
     No token of our pattern holds a line end and what comes after it, unless that is white space, so
     the pieces' tokens are those of the whole. Another pattern's texts are encoded whole.
@@ -138,9 +148,13 @@ def line_encoder(enc) -> Encoder:
     def tokens(line):
         return np.array(enc.encode_ordinary(line), np.int32)
 
+    @functools.lru_cache(maxsize=16)
+    def lines(text):
+        return np.concatenate([tokens(piece) for piece in line_pieces(text)])
+
     def encode(text):
-        pieces = line_pieces(text) if by_line else [text]
-        return np.concatenate([tokens(piece) for piece in pieces])
+        last = last_piece(text) if by_line else 0
+        return np.concatenate([lines(text[:last]), tokens(text[last:])])
 
     bos = np.array([enc.encode_single_token(BOS)], np.int32)
     blank = " " if len(tokens(" a")) == 1 else ""

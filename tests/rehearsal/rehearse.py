@@ -91,7 +91,8 @@ def cases() -> list[Case]:
     found = [training(card, "parcae-140m") for card in CARDS]
     found += following("parcae-140m")
     for flags in ("--mechanism hyper", "--mechanism attnres", "--granularity token", "--dtype float32",
-                  "--loss-chunk 8192", "--checkpoint-loops", "--residual-dtype float32", "--gain zoh"):  # fmt: skip
+                  "--loss-chunk 8192", "--checkpoint-loops", "--residual-dtype float32", "--gain zoh",
+                  "--no-input-matrix"):  # fmt: skip
         found.append(training(79.1, "parcae-140m", flags))
     for law in list(DEPTH_LAWS)[1:]:
         found.append(training(79.1, "parcae-140m", f"--sampling {law}"))
@@ -139,7 +140,7 @@ def large_cases() -> list[Case]:
 def compiled_cases() -> list[Case]:
     """Through Inductor and Triton: some minutes each."""
     found = []
-    for card, about in ((79.1, "parcae-140m"), (7.8, "parcae-140m"), (79.1, "parcae-370m")):
+    for card, about in ((7.8, "parcae-140m"), (79.1, "parcae-140m"), (79.1, "parcae-370m")):
         found.append(training(card, about, what="compiled: train, validate"))
     timed = "--preset parcae-140m --rows 32 --rounds 2 --out RUN.md"
     found.append(Case("compiled: bench: parcae-140m", 79.1, timed, "tools.bench", run="bench"))

@@ -123,10 +123,12 @@ def predict_memory(cfg, step: Step) -> Memory:
     parameters = others + (sum(by_muon) or sum(stack.numbers() for stack in stacks))
     by_adamw = parameters - sum(by_muon)
     state = parameters + by_adamw + (parameters if step.world > 1 else 0)
-    # the square of the largest buffer's gradient, for its norm; four copies of Muon's largest stack; update clipping
-    temporary = [by_adamw, *(4.15 * numbers for numbers in by_muon)]
+    # AdamW's numbers at once: compiled, the gradient's square for its norm; else its steps; and with update clipping two
+    # more. Four copies of Muon's largest stack.
+    copies = 1 if step.compiled else 3
     if step.optimizer == "adamw":
-        temporary.append(3 * by_adamw)
+        copies += 2
+    temporary = [copies * by_adamw, *(4.15 * numbers for numbers in by_muon)]
     return Memory(
         weights=4.0 * parameters,
         gradients=4.0 * parameters,

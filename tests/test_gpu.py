@@ -191,6 +191,23 @@ STATIC = [
 ]
 
 
+# GiB at the peak of an update that is not compiled, on one of several ranks
+UPDATE = [
+    ("parcae-140m", Step(1, world=2, compiled=False), 2.37),
+    ("transformer-770m", Step(1, world=2, compiled=False), 11.81),
+    ("parcae-1.3b", Step(1, world=2, compiled=False), 19.91),
+    ("parcae-1.3b", Step(1, world=8, compiled=False), 12.48),
+    ("rdm-350m", Step(1, optimizer="adamw", world=2, compiled=False), 8.59),
+    ("parcae-rdm-100m", Step(1, optimizer="adamw", world=16, compiled=False), 1.09),
+]
+
+
+@pytest.mark.parametrize("name, step, size", UPDATE)
+def test_predicted_memory_of_an_update_is_that_of_a_rank(name, step, size):
+    predicted = predict_memory(PRESETS[name], step)
+    assert (predicted.static() + predicted.update) / GIB == pytest.approx(size, rel=0.05)
+
+
 @pytest.mark.parametrize("name, step, size", STATIC)
 def test_predicted_memory_at_rest_is_that_of_a_rank(name, step, size):
     assert predict_memory(PRESETS[name], step).static() / GIB == pytest.approx(size, rel=0.1)

@@ -68,7 +68,7 @@ def row(name: str, world: int) -> list[str]:
     torch.cuda.reset_peak_memory_stats()
     optimizer.rehearse()
     update = torch.cuda.max_memory_allocated() / GIB
-    step = Step(1, recipe_of(name).optimizer, world)
+    step = Step(1, recipe_of(name).optimizer, world, compiled=False)
     predicted = predict_memory(model.cfg, step)
     static = predicted.static()
     return [

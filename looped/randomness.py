@@ -3,15 +3,16 @@ Counter-based randomness: every number is a hash of what it is for, (seed, purpo
 position).
 
 So what a step sees does not depend on ranks, micro-batches or history, a run resumes by arithmetic,
-and two runs that differ in one flag see the same rows, depths and initial states. The hash is
-SplitMix64's (Steele et al. 2014).
+and two runs that differ in one flag see the same rows, depths and initial states. The hash:
+looped/hashes.py.
 """
 
-import hashlib
 import math
 
 import numpy as np
 import torch
+
+from looped.hashes import FACTOR_1, FACTOR_2, GOLDEN, MASK, mix64, mix64_array
 
 # Purposes: streams of different purposes never coincide.
 SEED_INIT = 1
@@ -19,31 +20,6 @@ SEED_DEPTH = 2
 SEED_STATE = 3
 SEED_EVAL = 4
 SEED_SAMPLE = 6
-
-MASK = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15
-FACTOR_1 = 0xBF58476D1CE4E5B9
-FACTOR_2 = 0x94D049BB133111EB
-
-
-def mix64(z: int) -> int:
-    """SplitMix64's finaliser: a bijection of 64-bit numbers whose output bits look random."""
-    z = (z + GOLDEN) & MASK
-    z = ((z ^ (z >> 30)) * FACTOR_1) & MASK
-    z = ((z ^ (z >> 27)) * FACTOR_2) & MASK
-    return z ^ (z >> 31)
-
-
-def mix64_array(z: np.ndarray) -> np.ndarray:
-    """mix64 of every element of a uint64 array."""
-    return finalise(z + np.uint64(GOLDEN))
-
-
-def finalise(z: np.ndarray) -> np.ndarray:
-    """The shifts and products of mix64, on a uint64 array."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(FACTOR_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(FACTOR_2)
-    return z ^ (z >> np.uint64(31))
 
 
 def sequence_key(*parts: int) -> int:
@@ -100,32 +76,3 @@ def signed(factor: int) -> int:
 def logical_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
     """z >> bits with zeros coming in from the left, as of unsigned numbers."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def round_function(x: np.ndarray, key: np.uint64) -> np.ndarray:
-    """A keyed hash of every element of a uint64 array, for `permute`."""
-    return finalise((x + key) * np.uint64(GOLDEN))
-
-
-def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
-    """Where a keyed permutation of 0 … n-1 sends the given indices.
-
-    A Feistel network on the next power of two (each half is altered by a function of the other, so
-    it is one-to-one), repeated until the image is below n.
-    """
-    bits = (n - 1).bit_length()
-    shift = np.uint64((bits + 1) // 2)
-    low_mask = np.uint64((1 << (bits + 1) // 2) - 1)
-    high_mask = np.uint64((1 << bits // 2) - 1)
-    keys = np.frombuffer(hashlib.blake2b(key.encode()).digest(), "<u8")  # 8 rounds
-    out = np.array(index, np.uint64)
-    walking = np.arange(len(out))
-    while len(walking):
-        high = out[walking] >> shift
-        low = out[walking] & low_mask
-        for k1, k2 in keys.reshape(-1, 2):
-            high ^= round_function(low, k1) & high_mask
-            low ^= round_function(high, k2) & low_mask
-        out[walking] = high << shift | low
-        walking = walking[out[walking] >= n]
-    return out.astype(np.int64)

@@ -321,6 +321,12 @@ def test_get_returns_the_rows_of_the_files(rows, folder, tokenizer, tmp_path):
     assert dl.PackedData(tmp_path / "other").sha256() != data.sha256()
 
 
+def test_a_packing_process_does_not_load_torch():
+    """It would take seconds and half a gigabyte, each."""
+    check = "import sys, dataloader; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_streaming_waits_for_shards_and_equals_packing_at_once(workers, tokenizer, tmp_path, capsys, monkeypatch):  # fmt: skip
     every, late, out = tmp_path / "every", tmp_path / "late", tmp_path / "out"

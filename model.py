@@ -122,10 +122,14 @@ class AddInjection(nn.Module):
     """h + e: the carry is the identity, so the state may grow. The base of the others."""
 
     carries = False  # whether the state is multiplied by a matrix at every loop
-    writes = False  # whether e is multiplied by a matrix, once, if there is --input-matrix
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__()
+
+    @staticmethod
+    def writes(cfg: "ModelConfig") -> bool:
+        """Whether e is multiplied by a matrix, once."""
+        return False
 
     def initial(self, part: str, std: float, generator: torch.Generator) -> torch.Tensor:
         """Initial value of the parameter `part`; std: that of the network's input matrices."""
@@ -157,8 +161,6 @@ class AddInjection(nn.Module):
 class DiagonalInjection(AddInjection):
     """Parcae: decay ⊙ h + gain ⊙ (B e), with 0 < decay < 1 by construction."""
 
-    writes = True
-
     def __init__(self, cfg: "ModelConfig"):
         super().__init__(cfg)
         self.gain_rule = cfg.gain
@@ -168,6 +170,10 @@ class DiagonalInjection(AddInjection):
         self.B = None
         if cfg.input_matrix:
             self.B = nn.Parameter(torch.empty(cfg.d_model, cfg.d_model))
+
+    @staticmethod
+    def writes(cfg):
+        return cfg.input_matrix
 
     def initial(self, part, std, generator):
         if part == "A_log":
@@ -203,12 +209,15 @@ class ConcatInjection(AddInjection):
     """RDM: W [h; e], unconstrained."""
 
     carries = True
-    writes = True
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__(cfg)
         self.width = cfg.d_model
         self.W = nn.Parameter(torch.empty(cfg.d_model, 2 * cfg.d_model))  # [carry, write]
+
+    @staticmethod
+    def writes(cfg):
+        return True
 
     def initial(self, part, std, generator):
         return orthogonal(self.W.shape, std, generator)
@@ -278,7 +287,9 @@ def setting(default, about: str):
 
 @dataclass
 class ModelConfig:
-    """The network. n_core = 0 makes it a plain Transformer. The defaults are the `nano` preset."""
+    """The network. n_core = 0 makes it a plain Transformer. The defaults have the size of the
+    `nano` preset.
+    """
 
     vocab_size: int = setting(1024, "entries of the tokenizer")
     seq_len: int = setting(256, "tokens a row")
@@ -337,9 +348,6 @@ class ModelConfig:
         if self.mechanism != "none" and self.granularity == "token":
             advice = "excludes --granularity token; try --granularity sequence"
             raise ValueError(f"--mechanism {self.mechanism} {advice}")
-        if not self.input_matrix and self.injection != "diagonal":
-            advice = f"means nothing with --injection {self.injection}; leave it out"
-            raise ValueError(f"--no-input-matrix {advice}")
         if self.mu_rec < 1:
             raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
         if self.mu_bwd == 0:
@@ -403,10 +411,11 @@ def rdm(parcae: ModelConfig) -> ModelConfig:
     return replace(parcae, injection="concat", block="resnorm")
 
 
-NANO = ModelConfig()
+SMALL = ModelConfig()
+NANO = replace(SMALL, input_matrix=False, readout=False)  # LOG.md: what B and C cost there
 TINY = ModelConfig(vocab_size=4096, d_model=128, n_head=2, d_mlp=512)
 RDM_LARGE = ModelConfig(vocab_size=65536, seq_len=2048, d_model=1024, n_head=8, mu_rec=16)
-RDM_NANO = rdm_setup(NANO, d_mlp=176)
+RDM_NANO = rdm_setup(SMALL, d_mlp=176)
 RDM_TINY = rdm_setup(TINY, d_mlp=352)
 RDM_100M = rdm_setup(RDM_LARGE, d_mlp=3520)
 RDM_LARGER = replace(RDM_LARGE, d_model=2048, n_head=16, n_core=2, mu_rec=8, mu_bwd=0)

@@ -25,7 +25,7 @@ def flops_per_token(cfg, injection, attention: str = "palm") -> float:
     if cfg.n_core:
         without, learning = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
         loop = cfg.n_core * block + d * d * injection.carries
-        once += d * d * ((injection.writes and cfg.input_matrix) + cfg.readout)
+        once += d * d * (injection.writes(cfg) + cfg.readout)
     n1 = without * loop
     n2 = once + learning * loop
     layers = 3 * ends + cfg.n_core * (without + 3 * learning)

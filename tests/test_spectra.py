@@ -96,7 +96,9 @@ def test_pages_of_runs_and_of_checkpoints_over_training(packed, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     network = ["--input-matrix", "--readout", *SIZES]
     for seed, name in enumerate("ab"):
-        run_program("train.py", "--data", packed, "--out", tmp_path / name, "--seed", seed, *network)
+        run_program(
+            "train.py", "--data", packed, "--out", tmp_path / name, "--seed", seed, *network
+        )
     measured = ["--loops", "4", "--rows", "3"]
     spectra.main(["a", "b", *measured, "--out", "both"])
     found = json.loads((tmp_path / "both/norms.json").read_text())

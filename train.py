@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import sys
+import sysconfig
 import time
 import zlib
 from dataclasses import dataclass
@@ -634,8 +635,10 @@ def choose_compile(args, steps: int, place: Place) -> tuple[bool, str]:
         return args.compile == "on", "given"
     if place.device.type != "cpu":
         return place.is_gpu, f"the default on {place.device.type}"
-    if sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")):
-        return False, "there is no g++, which compiling for a CPU takes"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if sys.platform != "linux" or not compiler or not header.is_file():
+        return False, "on a CPU it takes Linux, g++ and Python's headers, not all of which are here"
     if steps < COMPILE_STEPS:
         return False, f"on a CPU it pays from some {COMPILE_STEPS:,} steps on"
     return True, f"it pays from some {COMPILE_STEPS:,} steps on"

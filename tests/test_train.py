@@ -237,6 +237,20 @@ def test_a_panel_without_a_score_does_not_end_training(base, packed, tmp_path, m
     assert "step 8  CORE: no score" in capsys.readouterr().out
 
 
+def test_a_long_cpu_run_is_compiled_only_where_there_is_what_it_takes(monkeypatch, tmp_path):
+    args = train.parse_args([])
+    assert not train.choose_compile(args, 10, HERE)[0]
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "no-such-compiler")
+        assert not train.choose_compile(args, 10_000, HERE)[0]
+    monkeypatch.setattr(train.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(train.shutil, "which", lambda name: name)
+    monkeypatch.setattr(train.sys, "platform", "linux")
+    assert not train.choose_compile(args, 10_000, HERE)[0]
+    (tmp_path / "Python.h").touch()
+    assert train.choose_compile(args, 10_000, HERE)[0]
+
+
 def test_schedule():
     args = argparse.Namespace(warmup=0, cooldown=0.5, momentum_warmup=300)
     rates = [train.schedule(step, 1000, args) for step in range(1000)]

@@ -712,8 +712,6 @@ def train(args, progress: dict) -> None:
         place.say(f"{folder} is finished: all {steps} steps, and its validation")
         leave(place)
         return
-    if compiled:
-        place.say("compiling: some minutes, much less where torch's cache has these shapes")
     started = time.perf_counter()
     fit = fit_memory(model, optimizer, args, place, rows_given)
     args.device_batch_size = fit.rows

@@ -234,6 +234,8 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
 
     The first try is the largest that is predicted to fit; a try runs the warm-up, which must leave HEADROOM free.
     """
+    if model.is_compiled:
+        place.say("compiling: some minutes, much less where torch's cache has these shapes")
     steps = possible_steps(model, optimizer, args, place, rows_given)
     if place.is_gpu:
         room = usable(free_memory(place))

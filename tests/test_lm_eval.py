@@ -143,3 +143,10 @@ def test_unknown_and_unusable_model_args_are_named(harness, tmp_path, capsys, gi
     (name,) = given
     refused(capsys, lambda: adapter.Looped(run, **given), name)
     adapter.Looped(run, batch_size="1", max_batch_size=None, trust_remote_code=True)
+
+
+def test_the_harness_own_default_device(monkeypatch):
+    """It passes "cuda" where nobody named a device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert adapter.usable_device("cuda:0") == adapter.usable_device(None)
+    assert adapter.usable_device("cpu") == "cpu"

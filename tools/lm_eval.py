@@ -40,6 +40,13 @@ def whole_number(name: str, value, minimum: int) -> int:
     return int(value)
 
 
+def usable_device(name: str | None) -> str:
+    """The harness asks for "cuda" where its user named nothing, whether or not there is one."""
+    if name is None or (name.startswith("cuda") and not torch.cuda.is_available()):
+        return pick_device("auto")
+    return name
+
+
 @registry.register_model("looped")
 class Looped(model.TemplateLM):
     def __init__(
@@ -50,7 +57,7 @@ class Looped(model.TemplateLM):
         if unknown:
             known = "run, depth, batch, seed, add_bos_token"
             fail(f"--model_args {unknown[0]} is not one of {known}")
-        self._device = torch.device(device or pick_device("auto"))
+        self._device = torch.device(usable_device(device))
         self.model, self.enc, _ = open_run(run, self._device)
         self.bos_first = add_bos_token
         self.max_length = self.model.cfg.seq_len

@@ -187,10 +187,10 @@ LENGTHS = {"140m": 11.2e9, "370m": 29.6e9, "770m": 61.6e9, "1.3b": 104e9}  # the
 
 
 def baseline(scale):
-    """The last two rows of a column are ours."""
+    """The paper trains 80 tokens a parameter. The last two rows of a column are ours."""
     arms = []
     for budget in scale.budgets:
-        at = {"col": f"{budget:g} tokens/parameter" if budget else "", "budget": budget}
+        at = {"col": f"{budget or 80:g} tokens/parameter", "budget": budget}
         at["tokens"] = LENGTHS.get(scale.name, 0)
         arms += [
             Arm("Transformer", preset="transformer", **at),

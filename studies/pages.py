@@ -218,12 +218,13 @@ def score_table(arms: list[Arm]) -> list[str]:
     for arm in arms:
         for line in lines_of([arm]):
             for score in line["core"]:
-                name = f"{score['name'] or score['panel']}, T = {score['depth']}"
+                at = "mu_rec" if score["depth"] == line["mu_rec"] else score["depth"]
+                name = f"{score['name'] or score['panel']}, T = {at}"
                 scores.append([arm.name(), name, score["mean"]])
     if not scores:
         return []
     frame = pd.DataFrame(scores, columns=["arm", "score", "mean"])
-    rows = frame.pivot_table("mean", "arm", "score", aggfunc=list, sort=False).map(spread)
+    rows = frame.pivot_table("mean", "arm", "score", aggfunc=spread, sort=False)
     for arm in arms:
         source = [f"{name} {value}" for name, value in arm.core.items()]
         rows.loc[arm.name(), "source"] = "; ".join(source)

@@ -140,6 +140,21 @@ def test_paired_differences_and_the_sentence_by_hand():
     assert pages.spread([1.5]) == "1.5000" and pages.spread([]) == "–"
 
 
+def test_scores_stand_under_their_depth_and_a_flat_models_under_mu_rec():
+    def run(depths, mu_rec):
+        scores = [{"name": None, "panel": "core", "depth": d, "mean": m} for d, m in depths.items()]
+        return {"core": scores, "mu_rec": mu_rec}
+
+    looped = Arm("looped", core={"CORE": "14.0"})
+    looped.runs = {0: run({8: 0.1, 1: 0.05}, 8), 1: run({8: 0.3}, 8)}
+    flat_twin = Arm("flat", runs={0: run({0: 0.2}, 0)})
+    lines = pages.score_table([looped, flat_twin, Arm("not run")])
+    half = 12.7062 * 0.1  # t of one degree of freedom, times the standard error
+    assert lines[2] == "| arm | core, T = mu_rec | core, T = 1 | source |"
+    assert lines[4] == f"| looped | 0.2000 ± {half:.4f} | 0.0500 | CORE 14.0 |"
+    assert lines[5].startswith("| flat | 0.2000 | – |")
+
+
 # -- the program
 
 

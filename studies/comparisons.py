@@ -58,7 +58,7 @@ class Experiment:
     tables: Callable[[Scale], list[list[Arm]]]
     scales: tuple[str, ...]
     depths: str = "1,2,4,8,16"  # evaluated
-    unit: str = "loss"  # of the table: loss, perplexity or verdict
+    unit: str = "loss"  # of the table: loss or perplexity
     # differences are to the table's first arm of the same column ("row") or row ("col")
     base: str = "row"
     panels: tuple[str, ...] = ("training loss", "loss by depth", "state norm", "residual")
@@ -360,7 +360,7 @@ EXPERIMENTS["gains"] = Experiment(
     panels=("validation loss", "difference by depth"))
 EXPERIMENTS["stability"] = Experiment(
     title="Learning rates that each looped model bears (paper, figure 2 and its table)",
-    tables=stability, scales=RDM, depths="1,4,8", unit="verdict", base="col", split="col", seeds=1,
+    tables=stability, scales=RDM, depths="1,4,8", base="col", split="col", seeds=1,
     panels=("training loss", "ρ(Ā)", "state norm", "residual"), flags="--eval-every 50 --save-every 50 --eval-tokens 65536")
 EXPERIMENTS["components"] = Experiment(
     title="Parcae's components one by one (paper, table 3)",

@@ -58,7 +58,7 @@ class Experiment:
     tables: Callable[[Scale], list[list[Arm]]]
     scales: tuple[str, ...]
     depths: str = "1,2,4,8,16"  # evaluated
-    unit: str = "loss"  # of the table: loss or perplexity
+    unit: str = "loss in nats a token"  # of the table, or perplexity
     # differences are to the table's first arm of the same column ("row") or row ("col")
     base: str = "row"
     panels: tuple[str, ...] = ("training loss", "loss by depth", "state norm", "residual")

@@ -80,12 +80,12 @@ def cell(lines: list[dict], depth, unit: str) -> str:
         losses.append(loss_at(line, depth))
         if line["unigram"] and loss_at(line, "mu") > 0.95 * line["unigram"]:
             said.append("stuck")
+    spec = ".4f"
     if unit == "perplexity":
-        mean = spread(np.exp(losses), ".2f")
-    else:
-        mean = spread(losses)
-    if losses or not said:
-        said.append(mean)
+        losses = np.exp(losses)
+        spec = ".2f"
+    if len(losses) or not said:
+        said.append(spread(losses, spec))
     return "; ".join(said)
 
 
@@ -292,14 +292,13 @@ def introduction(args, experiment, lines: list[dict]) -> list[str]:
     ratios = sorted({f"{line['tokens_per_param']:.2g}" for line in lines}, key=float)
     seeds = sorted({line["seed"] for line in lines})
     unigram = lines[0]["unigram"] if lines else None
-    unit = "perplexity" if experiment.unit == "perplexity" else "loss in nats a token"
     return [
         f"# {experiment.title}: {args.scale}",
         "",
         f"`{args.command}`",
         "",
         f"Training tokens a parameter: {', '.join(ratios)}. Seeds: {', '.join(map(str, seeds))}.",
-        f"Cells: validation {unit}, {CELLS}",
+        f"Cells: validation {experiment.unit}, {CELLS}",
         DIVERGED,
         f"Entropy of the token frequencies: {fmt(unigram)} nats (stuck: a loss above 95 % of it).",
         "",

@@ -96,7 +96,8 @@ def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
     held_out = usable(held_out, [])
     result = fit_all(rows, left, held_out)
     page = [f"# Fits of {rows.run.nunique()} runs", "", "[95 % interval], by bootstrap.", ""]
-    page += isoflop_table(result["isoflop"])
+    if result["isoflop"]["budgets"]:
+        page += isoflop_table(result["isoflop"])
     for name, line in result["isoflop"]["power_laws"].items():
         page.append(f"- best {name} ~ C^{span(line[0])}")
     errors = {}

@@ -198,15 +198,15 @@ def of_steps(steps: pd.DataFrame) -> dict:
 # -- the file
 
 
-def read_ledger(path: Path) -> list[dict]:
+def read_ledger() -> list[dict]:
     """All lines; losses by depth have whole numbers as keys. Of lines with equal settings and data
     the last counts.
     """
     found = {}
-    if not path.is_file():
+    if not LEDGER.is_file():
         return []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        with outside(f"line {number} of {path} is damaged", "restore or delete it"):
+    for number, text in enumerate(LEDGER.read_text(encoding="utf-8").splitlines(), 1):
+        with outside(f"line {number} of {LEDGER} is damaged", "restore or delete it"):
             line = json.loads(text)
             key = json.dumps([line["settings"], line["data"]], sort_keys=True)
             for entry in (line, *line["evals"]):
@@ -215,10 +215,10 @@ def read_ledger(path: Path) -> list[dict]:
     return list(found.values())
 
 
-def append(path: Path, line: dict) -> None:
+def append(line: dict) -> None:
     """Adds a line; several processes may write to one ledger."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
+    LEDGER.parent.mkdir(parents=True, exist_ok=True)
+    with open(LEDGER, "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
 

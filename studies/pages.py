@@ -329,7 +329,7 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     print(f"written: {page}")
     good = [line for line in lines if not line["diverged_at"]]
     if good and args.name in ("isoflop", "testtime", "sizes"):
-        others = held_out(good, read_ledger(args.ledger))
+        others = held_out(good, read_ledger())
         scaling_laws.fit_lines(good, others, args.out)
 
 

@@ -153,7 +153,7 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
     command = ["components", "--seeds", "0", "--data", str(packed), "--out", "results/x.1"]
     wanted = [*command, "--only", "RDM;prelude norm", "--", *SIZES]
     experiments.main(wanted)
-    lines = {line["settings"]["injection"]: line for line in ledger.read_ledger(ledger.LEDGER)}
+    lines = {line["settings"]["injection"]: line for line in ledger.read_ledger()}
     text = (here / "results/x.1.md").read_text()
     rows = {"diagonal": "+ prelude norm", "concat": "RDM: concat, per batch"}
     for injection, row in rows.items():
@@ -227,7 +227,7 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
         "1 of the trainings failed",
         "is damaged",
     )
-    assert [line["run"] for line in ledger.read_ledger(ledger.LEDGER)] == [str(jobs[1].path)]
+    assert [line["run"] for line in ledger.read_ledger()] == [str(jobs[1].path)]
 
 
 @pytest.mark.parametrize("line, words", [
@@ -244,7 +244,7 @@ def test_bad_input_is_refused_in_one_line(line, words, capsys, here):
 
 
 def test_a_damaged_ledger_is_named(here, capsys):
-    ledger.append(ledger.LEDGER, {"no": "run"})
+    ledger.append({"no": "run"})
     refused(
         capsys,
         lambda: experiments.main(["gains", "--page"]),

@@ -78,12 +78,17 @@ def flat(tables: list[list[Arm]]) -> list[Arm]:
     return list(chain.from_iterable(tables))
 
 
+def source_numbers(name: str) -> pd.DataFrame:
+    """What the sources print of an experiment."""
+    known = pd.read_csv(SOURCES, dtype=str, keep_default_na=False)
+    return known[known.experiment == name]
+
+
 def tables_of(name: str, scale: str) -> list[list[Arm]]:
     """The arms of an experiment, a list for each of its tables, with the source's numbers."""
     at = scale_of(name, scale)
     tables = EXPERIMENTS[name].tables(at)
-    known = pd.read_csv(SOURCES, dtype=str, keep_default_na=False)
-    known = known[known.experiment == name]
+    known = source_numbers(name)
     if scale not in set(known.scale):
         scale = next(iter(known.scale), scale)  # beside the smallest of the source's
     known = known[known.scale == scale]

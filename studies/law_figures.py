@@ -107,11 +107,9 @@ def draw_optima(axes, budgets: pd.DataFrame, name: str, iso: dict) -> None:
 def draw_law(fitted: laws.Fit, train) -> Figure:
     """Contours of L(mu, D) with the runs and the efficient frontier."""
     image, (axes,) = row_of_panels(1)
-    train = train.assign(per_token=train.flops / train.tokens)
-    medians = train.groupby("mu_rec")[["n_eff", "per_token"]].median()
-    mu = np.linspace(medians.index.min(), medians.index.max(), 200)
-    n_eff = np.interp(mu, medians.index, medians.n_eff)  # between runs
-    flops_per_token = np.interp(mu, medians.index, medians.per_token)
+    mu = np.linspace(train.mu_rec.min(), train.mu_rec.max(), 200)
+    n_eff = np.interp(mu, train.mu_rec, train.n_eff)  # between runs
+    flops_per_token = np.interp(mu, train.mu_rec, train.flops / train.tokens)
     tokens = np.geomspace(train.tokens.min(), train.tokens.max())
     loss = laws.predict(fitted.logs[:1], n_eff, tokens[:, None])[0]
     axes.clabel(axes.contour(mu, tokens, loss, 14, colors="0.5"), fontsize=7)

@@ -338,13 +338,9 @@ def held_out(lines: list[dict], known: list[dict]) -> list[dict]:
 
     They may differ in mu_rec, length and seed.
     """
-    fitted = [line["settings"] for line in lines]
-    kinds = [kind(line) for line in lines if line["settings"]["sampling"] != "fixed"]
-    found = []
-    for line in known:
-        if kind(line) in kinds[:1] and not line["diverged_at"] and line["settings"] not in fitted:
-            found.append(line)
-    return found
+    wanted = kind(lines[-1])
+    others = [line for line in known if line not in lines and not line["diverged_at"]]
+    return [line for line in others if kind(line) == wanted]
 
 
 def kind(line: dict) -> dict:

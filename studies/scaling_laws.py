@@ -169,9 +169,9 @@ class Known:
 
     source: str
     logs: np.ndarray  # of the law of training
-    mus: list[int]  # the grid that it was fitted on
+    grid: range  # of mu_rec that it was fitted on
     optima: dict[float, float]  # the measured best mu_rec by FLOPs
-    power_law: tuple | None  # exponent and ln k of the best mu_rec in the FLOPs
+    power_law: list[float] | None  # exponent and ln k of the best mu_rec in the FLOPs
 
 
 def of_paper(preset: str) -> Known:
@@ -181,8 +181,7 @@ def of_paper(preset: str) -> Known:
     optima = laws.PAPER_OPTIMA[preset]
     exponent = laws.PAPER_EXPONENT
     log_k = np.mean([math.log(mu / flops**exponent) for flops, mu in optima.items()])
-    power_law = (exponent, log_k)
-    return Known("the paper", laws.PAPER[preset], list(range(2, 13)), optima, power_law)
+    return Known("the paper", laws.PAPER[preset], range(2, 13), optima, [exponent, log_k])
 
 
 def of_fit(path: Path, preset: str) -> Known:
@@ -190,17 +189,16 @@ def of_fit(path: Path, preset: str) -> Known:
     if "train" not in result:
         fail(f"{path} has no law of training, and says in left_out why; fit more runs")
     for mu, n_eff in result["n_eff"].items():
-        cfg = laws.at_mu(preset, int(mu))
-        if not math.isclose(laws.effective_params(cfg), n_eff, rel_tol=0.01):
+        if laws.effective_params(laws.at_mu(preset, int(mu))) != n_eff:
             fail(f"{path} is of another model than --preset {preset}; name its preset")
-    mus = sorted(map(int, result["n_eff"].keys() - {"1"}))
+    mus = [int(mu) for mu in result["n_eff"] if mu != "1"]
     iso = result["isoflop"]
     optima = {found["budget"]: found["mu"][0] for found in iso["budgets"] if found["inside"]}
     power_law = None
     if "mu" in iso["power_laws"]:
         power_law = [values[0] for values in iso["power_laws"]["mu"]]
     logs = np.array(result["train"]["logs"])
-    return Known(str(path), logs, list(range(mus[0], mus[-1] + 1)), optima, power_law)
+    return Known(str(path), logs, range(min(mus), max(mus) + 1), optima, power_law)
 
 
 def advise(args) -> None:
@@ -208,35 +206,31 @@ def advise(args) -> None:
     predicted loss.
     """
     known = of_fit(args.fit, args.preset) if args.fit else of_paper(args.preset)
-    mus = known.mus
-    models = [laws.at_mu(args.preset, mu) for mu in mus]
+    first, last = known.grid[0], known.grid[-1]
+    models = [laws.at_mu(args.preset, mu) for mu in known.grid]
     N = [laws.effective_params(cfg) for cfg in models]
     D = [args.flops / cfg.flops_per_token() for cfg in models]
-    loss = laws.predict(known.logs, N, D)  # (1 + bootstraps, mus)
+    loss = laws.predict(known.logs, N, D)  # (1 + bootstraps, grid)
     best = loss[0].argmin()
-    mu = mus[best]
-    said = f"law L(mu, D), {known.source}: mu_rec {mu}"
-    if mu in (mus[0], mus[-1]):
-        said += f"; an end of the grid {mus[0]} … {mus[-1]}, no minimum"
-    said += f", {D[best]:.4g} tokens, loss {loss[0, best]:.4f} nats/token"
+    mu = known.grid[best]
+    law = f"law L(mu, D), {known.source}: mu_rec {mu}"
+    if mu in (first, last):
+        law += f"; an end of the grid {first} … {last}, no minimum"
+    law += f", {D[best]:.4g} tokens, loss {loss[0, best]:.4f} nats/token"
     if known.optima:
         optima = ", ".join(f"{mu:.3g} at {flops:.3g}" for flops, mu in known.optima.items())
         print(f"measured optima, {known.source}: mu_rec {optima} FLOPs")
     if known.power_law:
         exponent, log_k = known.power_law
         power = math.exp(log_k) * args.flops**exponent
-        mu = round(np.clip(power, mus[0], mus[-1]))
-        note = ""
-        if not min(known.optima) <= args.flops <= max(known.optima):
-            note = "; beyond the measured budgets"
-        law = f"power law C^{exponent:.2f} through them"
-        print(f"{law}: mu_rec {power:.3g} at {args.flops:g} FLOPs{note}")
-    print(said)
+        mu = round(np.clip(power, first, last))
+        said = f"power law C^{exponent:.2f} through them: mu_rec {power:.3g}"
+        within = min(known.optima) <= args.flops <= max(known.optima)
+        print(f"{said} at {args.flops:g} FLOPs{'' if within else '; beyond the measured budgets'}")
+    print(law)
     if len(loss) > 1:
         low, _, high = law_figures.low_fit_high(loss[:, best])
-        least, _, most = law_figures.low_fit_high(np.array(mus)[loss.argmin(1)])
-        losses = f"loss {low:.4f} to {high:.4f}"
-        print(f"95 % of bootstraps over runs: {losses}, mu_rec {least:g} to {most:g}")
+        print(f"95 % of bootstraps over runs: loss {low:.4f} to {high:.4f}")
     print(f"python train.py --preset {args.preset} --mu-rec {mu} --flops {args.flops:g}")
 
 

@@ -317,7 +317,7 @@ def test_advice_is_measured_optima_their_power_law_and_the_lowest_loss_of_the_la
     file = ["--fit", str(tmp_path / "out" / "fit.json")]
     capsys.readouterr()
     scaling_laws.main(argv + file)
-    low, high = capsys.readouterr().out.split("over runs: loss ")[1].split(",")[0].split(" to ")
+    low, high = capsys.readouterr().out.split("over runs: loss ")[1].split("\n")[0].split(" to ")
     assert float(low) <= scores[best] <= float(high) and float(high) - float(low) < 0.01
     refused(capsys, lambda: scaling_laws.main([*argv, "--preset", "tiny"]), "the paper has no law")
     other = [*argv, "--preset", "parcae-370m", *file]

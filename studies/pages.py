@@ -259,9 +259,9 @@ def panel(kind: str, arms: list[Arm], title: str, by: str) -> Panel:
             for d in differences(arms, by, depth):
                 means[d.arm.name()][depth] = d.values.mean()
         return depth_panel(list(means.values()), ylabel)
-    settings = {"yscale": "log"} if kind in ("state norm", "residual") else {}
+    scale = "log" if kind in ("state norm", "residual") else "linear"
     curves = [curve(line, kind) for line in firsts]
-    return Panel("tokens trained, millions", ylabel, curves, settings)
+    return Panel("tokens trained, millions", ylabel, curves, {"yscale": scale})
 
 
 def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
@@ -290,14 +290,14 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
 def introduction(args, experiment, lines: list[dict]) -> list[str]:
     """What was run, and how to read the tables."""
     ratios = sorted({f"{line['tokens_per_param']:.2g}" for line in lines}, key=float)
-    seeds = sorted({line["seed"] for line in lines})
+    seeds = ", ".join(map(str, sorted({line["seed"] for line in lines})))
     unigram = lines[0]["unigram"] if lines else None
     return [
         f"# {experiment.title}: {args.scale}",
         "",
         f"`{args.command}`",
         "",
-        f"Training tokens a parameter: {', '.join(ratios)}. Seeds: {', '.join(map(str, seeds))}.",
+        f"Training tokens a parameter: {', '.join(ratios)}. Seeds: {seeds}.",
         f"Cells: validation {experiment.unit}, {CELLS}",
         DIVERGED,
         f"Entropy of the token frequencies: {fmt(unigram)} nats (stuck: a loss above 95 % of it).",
@@ -319,18 +319,16 @@ def write_page(args, tables: list[list[Arm]]) -> None:
         if said:
             text += [*said, ""]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    text += draw(arms, experiment, args.out.with_name(f"{args.out.name}.png"))
+    text += draw(arms, experiment, Path(f"{args.out}.png"))
     text += score_table(arms)
     text += difference_table(tables, experiment.base)
     text += run_table(lines)
-    text += sorted({circumstances(line) for line in lines})
-    page = args.out.with_name(f"{args.out.name}.md")
-    write_atomic(page, ("\n".join(text) + "\n").encode())
-    print(f"written: {page}")
+    text += [*sorted({circumstances(line) for line in lines}), ""]
+    write_atomic(Path(f"{args.out}.md"), "\n".join(text).encode())
+    print(f"written: {args.out}.md")
     good = [line for line in lines if not line["diverged_at"]]
     if good and args.name in ("isoflop", "testtime", "sizes"):
-        others = held_out(good, read_ledger())
-        scaling_laws.fit_lines(good, others, args.out)
+        scaling_laws.fit_lines(good, held_out(good, read_ledger()), args.out)
 
 
 def held_out(lines: list[dict], known: list[dict]) -> list[dict]:

@@ -81,6 +81,17 @@ def test_lengths_are_tokens_a_parameter_or_the_sources():
     assert tokens[::2] == [0.2e9, 0.5e9, 0.2e9, 0.5e9, 11.2e9]
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_command_of_every_scale_gets_as_far_as_its_trainings(
+    name, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for scale in EXPERIMENTS[name].scales:
+        experiments.main([name, "--scale", scale, "--seeds", "0", "--data", "rows", "--dry-run"])
+        commands = capsys.readouterr().out.splitlines()
+        assert f"# {len(commands) - 1} of {len(commands) - 1} trainings are left" in commands[-1]
+
+
 def test_fixed_depth_one_is_the_isoflop_grids_baseline():
     args = arguments("isoflop")
     jobs = experiments.jobs_of(args, tables_of("isoflop", "nano"))
@@ -138,6 +149,17 @@ def test_paired_differences_and_the_sentence_by_hand():
     assert "source 4.0859 against 4.1022" in said
     assert pages.spread(list(values)) == f"{values.mean():.4f} ± {half:.4f}"
     assert pages.spread([1.5]) == "1.5000" and pages.spread([]) == "–"
+
+
+def test_scores_of_arms_at_different_depths_share_a_table():
+    flat, looped = Arm("flat", core={"CORE": "0.13 ± 0.01"}), Arm("looped")
+    score = {"name": "CORE", "panel": "core", "mean": 0.1}
+    flat.runs[0] = {"core": [score | {"depth": 0}]}
+    looped.runs |= {seed: {"core": [score | {"depth": 8, "mean": seed / 10}]} for seed in (1, 3)}
+    rows = pages.score_table([flat, looped])
+    assert "| arm | CORE, T = 0 | CORE, T = 8 | source |" in rows
+    assert "| flat | 0.1000 | – | CORE 0.13 ± 0.01 |" in rows
+    assert any(row.startswith("| looped | – | 0.2000 ± 1.2706 |") for row in rows)
 
 
 # -- the program

@@ -35,7 +35,6 @@ EXPLANATION = (
     "norms over channels, mean over tokens. ρ(Ā) and the spectral norms are of the linear part of "
     "a loop alone, without its blocks."
 )
-NOT_LOADED = (FileNotFoundError, ValueError, RuntimeError)
 QUANTITIES = {  # what is measured: its label
     "state": "state norm ‖h_T‖ by T",
     "residual": "residual ‖h_T − h_(T−1)‖ by T",
@@ -124,10 +123,9 @@ def channels(model) -> dict:
     rates = (model.injection.A_log, model.injection.dt_bias)
     decay, gain = discretise(*rates, model.cfg.gain)
     _, dt = discretise(*rates, "euler")
-    found = {}
-    for name, values in (("decay", decay), ("gain/Δ", gain / dt)):
-        found[name] = {key: values.quantile(q).item() for key, q in QUANTILES.items()}
-    return found
+    q = torch.tensor(list(QUANTILES.values()), device=dt.device)
+    found = {"decay": decay.quantile(q), "gain/Δ": (gain / dt).quantile(q)}
+    return {name: dict(zip(QUANTILES, values.tolist())) for name, values in found.items()}
 
 
 def measure(model, ids, loops: int) -> dict:
@@ -136,6 +134,13 @@ def measure(model, ids, loops: int) -> dict:
     keys = torch.tensor(keys, device=ids.device)
     found = stage_norms(model, ids, keys) | loop_norms(model, ids, keys, loops)
     return found | {"spectra": model.spectra()} | channels(model)
+
+
+def open_run(path: Path) -> tuple:
+    """-> (model, its ModelConfig, the run's config.json); what is no run is refused."""
+    unusable = (FileNotFoundError, ValueError, RuntimeError)
+    with outside(f"{path} cannot be loaded", "give a run of train.py", unusable):
+        return load_run(path, DEVICE)
 
 
 def tokens_of(path: Path, config: dict, args):
@@ -150,8 +155,7 @@ def tokens_of(path: Path, config: dict, args):
 
 def measure_run(path: Path, args) -> list[dict]:
     """What is measured of a run's newest checkpoint or, with --checkpoints, of each by step."""
-    with outside(f"{path} cannot be loaded", "give a run of train.py", NOT_LOADED):
-        model, cfg, config = load_run(path, DEVICE)
+    model, cfg, config = open_run(path)
     if cfg.n_core == 0:
         fail(f"{path} has no loop to look into; leave it out")
     ids = tokens_of(path, config, args)

@@ -19,16 +19,15 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from looped.console import Parser, fail, outside, run_cli
+from looped.console import Parser, fail, run_cli
 from looped.figures import fmt, table
 from looped.files import write_atomic
 from looped.logs import read_json, read_run
 from looped.randomness import SEED_EVAL, sequence_key
 from looped.tokenizer import SPECIALS, encode, load_tokenizer
-from model import load_run
 from studies.comparisons import source_numbers
+from studies.spectra import open_run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TASKS = ["hellaswag", "arc_challenge", "arc_easy", "piqa", "boolq", "sciq"]
 COLUMNS = ["validation", "by token", "by word", *TASKS]
 
@@ -52,9 +51,7 @@ def text_nats(model, ids: list[int], bos: int, depth: int) -> float:
 
 def text_perplexities(path: Path, text: str) -> dict:
     """Perplexities of a text by a run, at depth mu_rec."""
-    unusable = (FileNotFoundError, ValueError, RuntimeError)
-    with outside(f"{path} cannot be loaded", "give a run of train.py", unusable):
-        model, cfg, _ = load_run(path, DEVICE)
+    model, cfg, _ = open_run(path)
     enc = load_tokenizer(path / "tokenizer.json")
     ids = encode(enc, text)
     nats = text_nats(model, ids, enc.encode_single_token(SPECIALS[0]), cfg.mu_rec)

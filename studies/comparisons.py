@@ -69,11 +69,6 @@ class Experiment:
     core_depths: str = ""  # of `--core` (default: mu_rec)
 
 
-def scale_of(name: str, scale: str) -> Scale:
-    """A scale with the budgets of the experiment of that name."""
-    return Scale(scale, EXPERIMENTS[name].budgets if scale in SMALL else (0,))
-
-
 def flat(tables: list[list[Arm]]) -> list[Arm]:
     return list(chain.from_iterable(tables))
 
@@ -86,19 +81,19 @@ def source_numbers(name: str) -> pd.DataFrame:
 
 def tables_of(name: str, scale: str) -> list[list[Arm]]:
     """The arms of an experiment, a list for each of its tables, with the source's numbers."""
-    at = scale_of(name, scale)
-    tables = EXPERIMENTS[name].tables(at)
+    experiment = EXPERIMENTS[name]
+    budgets = experiment.budgets if scale in SMALL else (0,)
+    tables = experiment.tables(Scale(scale, budgets))
     known = source_numbers(name)
     if scale not in set(known.scale):
         scale = next(iter(known.scale), scale)  # beside the smallest of the source's
-    known = known[known.scale == scale]
-    for place, arms in enumerate(tables):
-        for arm in arms:
-            if not arm.budget and not arm.flops:
-                arm.budget = at.budgets[0]
-            here = known[(known.table == str(place)) & (known.row == arm.row)]
-            for number in here[here.col.isin(["", arm.col])].itertuples():
+    for number in known[known.scale == scale].itertuples():
+        for arm in tables[int(number.table)]:
+            if arm.row == number.row and number.col in ("", arm.col):
                 add_source(arm, number.of, number.value)
+    for arm in flat(tables):
+        if not arm.budget and not arm.flops:
+            arm.budget = budgets[0]
     return tables
 
 

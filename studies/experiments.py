@@ -50,15 +50,12 @@ class Job:
     """One training, which several arms may share."""
 
     path: Path
-    flags: list[str]
+    flags: list[str]  # of train.py
     settings: dict
     flops: float
     depths: list[int]
     arms: list[Arm] = field(default_factory=list)
     line: dict | None = None  # of the ledger
-
-    def command(self) -> list[str]:
-        return ["train.py", *self.flags, "--out", str(self.path), "--resume"]
 
     def finished(self) -> dict | None:
         """The line of the run directory, if the run is done and was evaluated at the depths."""
@@ -132,8 +129,8 @@ def jobs_of(args, tables) -> list[Job]:
         at = depths if settings["n_core"] else [0]
         for seed in args.seeds:
             path = RUNS / f"{name}-s{seed}"
-            seeded = [*flags, "--seed", str(seed)]
-            job = Job(path, seeded, settings | {"seed": seed}, flops, at)
+            own = [*flags, "--seed", str(seed), "--out", str(path), "--resume"]
+            job = Job(path, own, settings | {"seed": seed}, flops, at)
             found.setdefault(path, job).arms.append(arm)
     return sorted(found.values(), key=lambda job: (job.flops, job.settings["seed"]))
 
@@ -148,7 +145,6 @@ def launch(job: Job, ranks: int, threads: int) -> str:
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    script, *flags = job.command()
     text = job.path.with_name(f"{job.path.name}.txt")
     text.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -160,7 +156,7 @@ def launch(job: Job, ranks: int, threads: int) -> str:
             return ""
         code = 0
         if not job.finished():
-            command += [ROOT / script, *flags]
+            command += [ROOT / "train.py", *job.flags]
             code = subprocess.run(command, stdout=file, stderr=file, env=environment).returncode
     line = job.finished()
     if line:
@@ -306,7 +302,7 @@ def main(argv=None):
     flops = sum(job.flops for job in todo)
     if args.dry_run:
         for job in todo:
-            print(shlex.join(["python", *job.command()]))
+            print(shlex.join(["python", "train.py", *job.flags]))
     print(f"# {len(todo)} of {len(jobs)} trainings are left to do, {flops:.3g} FLOPs", flush=True)
     if args.dry_run:
         return None

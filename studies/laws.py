@@ -197,8 +197,8 @@ class Problem:
         return sorted(found, key=attrgetter("cost"))
 
     def at_bound(self, q) -> list[str]:
-        near = np.minimum(q - self.low, self.high - q) < 1e-6
-        return [f"{PARAMS[i]} at a bound" for i in np.array(self.index)[near]]
+        near = np.flatnonzero(np.minimum(q - self.low, self.high - q) < 1e-6)
+        return [f"{PARAMS[self.index[i]]} at a bound" for i in near]
 
 
 @dataclass
@@ -337,22 +337,20 @@ def fit_form(name: str, T, loss) -> dict:
     if name == WITHOUT_FLOOR:
         slope, log_Z = np.polyfit(t, np.log(loss), 1)
         return {"E": 0.0, "Z": math.exp(log_Z), "z": -slope}
-    least = math.inf
+    tried = []
     for z in np.geomspace(1e-3, 20, 40):
         decay = np.exp(-z * t)
         Z, E = np.polyfit(decay, loss, 1)
         error = np.linalg.norm(E + Z * decay - loss)
-        if error < least:
-            least = error
-            start = [max(E, 1e-9), Z, z]
-    low = [0, -np.inf, 1e-4]
-    high = [np.inf, np.inf, 50]
+        tried.append((error, max(E, 1e-9), Z, z))
+    start = min(tried)[1:]
+    bounds = ([0, -np.inf, 1e-4], [np.inf, np.inf, 50])
     scale = np.maximum(np.abs(start), [1e-3, 1e-6, 0])
 
     def residual(q):
         return np.log(np.maximum(exponential(t, *q), 1e-9) / loss)
 
-    best = least_squares(residual, start, bounds=(low, high), x_scale=scale, **EXACT).x
+    best = least_squares(residual, start, bounds=bounds, x_scale=scale, **EXACT).x
     return dict(zip(("E", "Z", "z"), best))
 
 

@@ -10,9 +10,9 @@ import pandas as pd
 
 from looped.figures import Panel, depth_panel, figure, fmt, interval, records_table, table
 from looped.files import write_atomic
-from studies import scaling_laws
 from studies.comparisons import EXPERIMENTS, Arm, flat
 from studies.ledger import read_ledger
+from studies.scaling_laws import rows_of, write_fit
 
 OTHER = {"row": "col", "col": "row"}
 CURVES = {  # panels over training: the column of the run's history
@@ -328,7 +328,8 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     print(f"written: {args.out}.md")
     good = [line for line in lines if not line["diverged_at"]]
     if good and args.name in ("isoflop", "testtime", "sizes"):
-        scaling_laws.fit_lines(good, held_out(good, read_ledger()), args.out)
+        unseen = held_out(good, read_ledger())
+        write_fit(rows_of(good), rows_of(unseen), args.out)
 
 
 def held_out(lines: list[dict], known: list[dict]) -> list[dict]:

@@ -119,11 +119,6 @@ def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
     return result
 
 
-def fit_lines(lines: list[dict], held_out: list[dict], out: Path) -> dict:
-    """The fits of the ledger's lines."""
-    return write_fit(rows_of(lines), rows_of(held_out), out)
-
-
 def number_table(name: str, rows: dict[str, dict]) -> list[str]:
     """A table of the numbers that all rows share; nothing without rows."""
     if not rows:
@@ -238,8 +233,9 @@ def advise(args) -> None:
 
 
 def fit(args) -> None:
-    result = fit_lines(lines_of(args.runs), lines_of(args.held_out), args.out)
-    if not result["isoflop"]["budgets"] and result.keys() <= {"n_eff", "left_out", "isoflop"}:
+    rows = rows_of(lines_of(args.runs))
+    result = write_fit(rows, rows_of(lines_of(args.held_out)), args.out)
+    if not result["isoflop"]["budgets"] and result.keys() == {"n_eff", "left_out", "isoflop"}:
         advice = "`python -m studies.experiments isoflop --dry-run` prints a grid of runs that can"
         fail(f"no law can be fitted to {args.runs[0]} and the others: see above; {advice}")
 

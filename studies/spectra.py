@@ -22,7 +22,7 @@ import torch
 from dataloader import PackedData
 from looped.checkpoint import read_checkpoint, step_of
 from looped.console import Parser, fail, outside, positive_int, run_cli
-from looped.figures import Panel, figure, fmt, records_table, table
+from looped.figures import Panel, figure, fmt, table
 from looped.files import write_atomic
 from looped.randomness import SEED_EVAL, sequence_key
 from model import discretise, load_run
@@ -167,7 +167,6 @@ def measure_run(path: Path, args) -> list[dict]:
         model.load_state_dict(read_checkpoint(file)["model"])
         step = step_of(file)
         about = {"name": f"{path.name}, step {step}", "step": step, "tokens": ids.numel()}
-        about |= {name: getattr(cfg, name) for name in ("injection", "gain", "mechanism")}
         found.append(about | measure(model, ids, args.loops))
     return found
 
@@ -215,8 +214,6 @@ def page(runs: list[dict], pictures: list[str]) -> list[str]:
     names = [run["name"] for run in runs]
     lines = [f"# Norms in the loop: {', '.join(names)}", ""]
     lines += [f"{runs[0]['tokens']:,} validation tokens; {EXPLANATION}", "", *pictures]
-    about = dict.fromkeys(["name", "injection", "gain", "mechanism"], "")
-    lines += records_table(runs, about)
     for key, label in QUANTITIES.items():
         frame = frame_of(runs, key).map(fmt, spec=".4g")
         if len(frame):

@@ -58,7 +58,7 @@ class Experiment:
     tables: Callable[[Scale], list[list[Arm]]]
     scales: tuple[str, ...]
     depths: str = "1,2,4,8,16"  # evaluated
-    unit: str = "loss"  # of the table: loss, perplexity or verdict
+    unit: str = "loss in nats a token"  # of the table, or perplexity
     # differences are to the table's first arm of the same column ("row") or row ("col")
     base: str = "row"
     panels: tuple[str, ...] = ("training loss", "loss by depth", "state norm", "residual")
@@ -69,31 +69,31 @@ class Experiment:
     core_depths: str = ""  # of `--core` (default: mu_rec)
 
 
-def scale_of(name: str, scale: str) -> Scale:
-    """A scale with the budgets of the experiment of that name."""
-    return Scale(scale, EXPERIMENTS[name].budgets if scale in SMALL else (0,))
-
-
 def flat(tables: list[list[Arm]]) -> list[Arm]:
     return list(chain.from_iterable(tables))
 
 
+def source_numbers(name: str) -> pd.DataFrame:
+    """What the sources print of an experiment."""
+    known = pd.read_csv(SOURCES, dtype=str, keep_default_na=False)
+    return known[known.experiment == name]
+
+
 def tables_of(name: str, scale: str) -> list[list[Arm]]:
     """The arms of an experiment, a list for each of its tables, with the source's numbers."""
-    at = scale_of(name, scale)
-    tables = EXPERIMENTS[name].tables(at)
-    known = pd.read_csv(SOURCES, dtype=str, keep_default_na=False)
-    known = known[known.experiment == name]
+    experiment = EXPERIMENTS[name]
+    budgets = experiment.budgets if scale in SMALL else (0,)
+    tables = experiment.tables(Scale(scale, budgets))
+    known = source_numbers(name)
     if scale not in set(known.scale):
         scale = next(iter(known.scale), scale)  # beside the smallest of the source's
-    known = known[known.scale == scale]
-    for place, arms in enumerate(tables):
-        for arm in arms:
-            if not arm.budget and not arm.flops:
-                arm.budget = at.budgets[0]
-            here = known[(known.table == str(place)) & (known.row == arm.row)]
-            for number in here[here.col.isin(["", arm.col])].itertuples():
+    for number in known[known.scale == scale].itertuples():
+        for arm in tables[int(number.table)]:
+            if arm.row == number.row and number.col in ("", arm.col):
                 add_source(arm, number.of, number.value)
+    for arm in flat(tables):
+        if not arm.budget and not arm.flops:
+            arm.budget = budgets[0]
     return tables
 
 
@@ -104,6 +104,11 @@ def add_source(arm: Arm, of: str, value: str) -> None:
         arm.source[depth] = value if value.isalpha() else float(value)
     else:
         arm.core[of] = value
+
+
+def rows(flags: dict[str, str], **same) -> list[Arm]:
+    """An arm for each row's flags."""
+    return [Arm(row, flags=text, **same) for row, text in flags.items()]
 
 
 # -- the two gains
@@ -118,28 +123,24 @@ def no_stochastic_depth(scale: Scale) -> str:
 
 
 def gains(scale):
+    """At the small scales with the paper's initial decay √(1/5) and a higher one."""
     arms = []
+    decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
     for name, recipe in {"Fixed no-SD": no_stochastic_depth(scale), "Paper-style": ""}.items():
         if scale.small():
-            arms += small_gains(scale, name, recipe)
+            for budget, decay in product(scale.budgets, decays):
+                row = f"{name}, decay {decay}, {budget:g} tokens/parameter"
+                arms += both_gains(row, f"{recipe} {decays[decay]}", budget=budget)
             continue
-        lengths = [0.2e9, 0.5e9] if recipe else [0.2e9, 0.5e9, 11.2e9]
-        for tokens, gain in product(lengths, ("euler", "zoh")):
-            row = f"{name}, {tokens / 1e9:g}B"
-            arms.append(Arm(row, gain, flags=f"{recipe} --gain {gain}", tokens=tokens))
+        for tokens in (0.2e9, 0.5e9):
+            arms += both_gains(f"{name}, {tokens / 1e9:g}B", recipe, tokens=tokens)
+    if not scale.small():
+        arms += both_gains("Paper-style, 11.2B", "", tokens=11.2e9)
     return [arms]
 
 
-def small_gains(scale: Scale, name: str, recipe: str) -> list[Arm]:
-    """At several lengths, and with the paper's initial decay √(1/5) and a higher one."""
-    decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
-    arms = []
-    for budget, decay in product(scale.budgets, decays):
-        row = f"{name}, decay {decay}, {budget:g} tokens/parameter"
-        flags = f"{recipe} {decays[decay]}"
-        arms.append(Arm(row, "euler", flags=flags, budget=budget))
-        arms.append(Arm(row, "zoh", flags=f"{flags} --gain zoh", budget=budget))
-    return arms
+def both_gains(row: str, flags: str, **length) -> list[Arm]:
+    return [Arm(row, gain, flags=f"{flags} --gain {gain}", **length) for gain in ("euler", "zoh")]
 
 
 # -- stability
@@ -147,38 +148,32 @@ def small_gains(scale: Scale, name: str, recipe: str) -> list[Arm]:
 
 def stability(scale):
     """The paper's five learning rates, 16 times as large at the small scales, whose models bear
-    more.
+    more. Its ramps of 4,096 steps each are more than a run of ten tokens a parameter has.
     """
     factor = 16 if scale.small() else 1
     tokens = 3.8e9 if scale.name == "350m" else 1.1e9  # ten a parameter
-    # the paper's ramps of 4,096 steps each are more than a run of ten tokens a parameter has
-    ramps = "--warmup 0.1 --cooldown 0.1"
+    models = [  # of the paper's table, with the highest rate at which each converges
+        ("Base (pre-norm concat)", "rdm", "--block prenorm", 2e-4),
+        ("Res. Norm (concat)", "rdm", "", 4e-4),
+        ("Parcae", "parcae-rdm", "", 1e-3),
+    ]
     arms = []
-    for rate in (2e-4, 4e-4, 6e-4, 8e-4, 1e-3):
-        columns = [  # of the paper's table, and the highest rate at which it converges
-            (2e-4, Arm(col="Base (pre-norm concat)", preset="rdm", flags="--block prenorm")),
-            (4e-4, Arm(col="Res. Norm (concat)", preset="rdm")),
-            (1e-3, Arm(col="Parcae", preset="parcae-rdm")),
-        ]
-        for limit, arm in columns:
-            arm.row = f"LR {rate * factor:g}"
-            arm.flags += f" {ramps} --adam-lr {rate * factor:g}"
-            arm.tokens = tokens
-            arm.source = {"mu": "converges" if rate <= limit else "diverges"}
-            arms.append(arm)
+    for rate, (col, preset, block, limit) in product((2e-4, 4e-4, 6e-4, 8e-4, 1e-3), models):
+        flags = f"{block} --warmup 0.1 --cooldown 0.1 --adam-lr {rate * factor:g}"
+        source = {"mu": "converges" if rate <= limit else "diverges"}
+        arms.append(Arm(f"LR {rate * factor:g}", col, preset, flags, tokens, source=source))
     return [arms]
 
 
 def components(scale):
     """One change a row; C stays in all of them, but at nano, which has none."""
-    raw = "--injection concat --granularity batch --no-prelude-norm"
-    rows = {
-        "RDM: concat, per batch": raw,
+    changes = {
+        "RDM: concat, per batch": "--injection concat --granularity batch --no-prelude-norm",
         "+ constrained Ā": "--granularity batch --no-prelude-norm",
         "+ per-sequence depth": "--no-prelude-norm",
         "+ prelude norm": "",
     }
-    return [[Arm(row, flags=flags, tokens=11.2e9) for row, flags in rows.items()]]
+    return [rows(changes, tokens=11.2e9)]
 
 
 # -- against other models
@@ -229,8 +224,7 @@ def frame(scale):
         "mu_rec 2, zero start": "--mu-rec 2 --state-init zero",
         "mu_rec 2, fixed depth": "--mu-rec 2 --sampling fixed",
     }
-    arms = [Arm(row, flags=flags) for row, flags in changes.items()]
-    return [[*arms, Arm("Transformer", preset="transformer")]]
+    return [[*rows(changes), Arm("Transformer", preset="transformer")]]
 
 
 def rdm(scale):
@@ -244,38 +238,34 @@ def rdm(scale):
 
 
 def granularity(scale):
-    arms = []
-    for unit in ("batch", "sequence"):
-        flags = f"--granularity {unit}"
-        arms.append(Arm(f"per {unit}", preset="parcae-rdm", flags=flags, tokens=10e9))
-    return [arms]
+    units = {"per batch": "--granularity batch", "per sequence": "--granularity sequence"}
+    return [rows(units, preset="parcae-rdm", tokens=10e9)]
 
 
 def sampling(scale):
     """The source has figures only."""
+    eight = "--mu-rec 8 --mu-bwd 8 --sampling"
     laws = {
-        "full backpropagation": "poisson-full",
-        "fill": "poisson-fill",
-        "truncated-full": "poisson-truncated-full",
+        "full backpropagation": f"{eight} poisson-full",
+        "fill": f"{eight} poisson-fill",
+        "truncated-full": f"{eight} poisson-truncated-full",
     }
-    arms = []
-    for row, law in laws.items():
-        flags = f"--mu-rec 8 --mu-bwd 8 --sampling {law}"
-        arms.append(Arm(row, preset="parcae-rdm", flags=flags, tokens=10e9))
-    return [arms]
+    return [rows(laws, preset="parcae-rdm", tokens=10e9)]
 
 
 def backward(scale):
-    """Early RDM runs of the paper, before its sampling was corrected."""
-    by_rec = [early_rdm(rec, 4, 10e9) for rec in (4, 8, 14, 20, 26, 32)]
-    by_bwd = [early_rdm(20, bwd, 8.5e9) for bwd in (4, 6, 8, 10, 12)]
-    return [by_rec, by_bwd]
+    by_rec = [(rec, 4) for rec in (4, 8, 14, 20, 26, 32)]
+    by_bwd = [(20, bwd) for bwd in (4, 6, 8, 10, 12)]
+    return [early_rdm(by_rec, 10e9), early_rdm(by_bwd, 8.5e9)]
 
 
-def early_rdm(rec: int, bwd: int, tokens: float) -> Arm:
+def early_rdm(means: list[tuple], tokens: float) -> list[Arm]:
+    """Runs of the paper before its sampling was corrected."""
     law = "--sampling poisson-lognormal-fill --granularity batch"
-    flags = f"{law} --mu-rec {rec} --mu-bwd {bwd}"
-    return Arm(f"mu_rec {rec}, mu_bwd {bwd}", preset="rdm", flags=flags, tokens=tokens)
+    changes = {}
+    for rec, bwd in means:
+        changes[f"mu_rec {rec}, mu_bwd {bwd}"] = f"{law} --mu-rec {rec} --mu-bwd {bwd}"
+    return rows(changes, preset="rdm", tokens=tokens)
 
 
 # -- loop mechanisms
@@ -286,19 +276,13 @@ def mechanisms(scale):
     of the run.
     """
     probe = no_stochastic_depth(scale)
-    long = scale.budgets[0]
-    raw = []
-    parcae = []
     loops = {"": "", ", Loop AttnRes": "--mechanism attnres"}
     loops[", HyperConnectedLoop"] = "--mechanism hyper"
-    for name, flags in loops.items():
-        alone = f"{probe} --injection none {flags}"
-        raw.append(Arm(f"Raw loop{name}", flags=alone, tokens=0.5e9))
-        at = {"row": f"Parcae{name}", "flags": f"{probe} {flags}"}
-        parcae.append(Arm(col="0.2B", tokens=0.2e9, budget=0.4 * long, **at))
-        parcae.append(Arm(col="0.5B", tokens=0.5e9, **at))
-    raw.append(Arm("PLC / Parcae", flags=probe, tokens=0.5e9))
-    return [raw, parcae]
+    parcae = {f"Parcae{name}": f"{probe} {flags}" for name, flags in loops.items()}
+    raw = {f"Raw loop{name}": f"{probe} --injection none {loops[name]}" for name in loops}
+    raw["PLC / Parcae"] = probe
+    short = rows(parcae, col="0.2B", tokens=0.2e9, budget=0.4 * scale.budgets[0])
+    return [rows(raw, tokens=0.5e9), [*short, *rows(parcae, col="0.5B", tokens=0.5e9)]]
 
 
 # -- scaling
@@ -327,8 +311,8 @@ def isoflop(scale):
 
 
 def testtime(scale):
-    mus = (2, 4, 6, 8, 10, 12)
-    return [[Arm(f"mu_rec {mu}", flags=f"--mu-rec {mu}", tokens=11.2e9) for mu in mus]]
+    mus = {f"mu_rec {mu}": f"--mu-rec {mu}" for mu in (2, 4, 6, 8, 10, 12)}
+    return [rows(mus, tokens=11.2e9)]
 
 
 def sizes(scale):
@@ -336,12 +320,10 @@ def sizes(scale):
     equal data.
     """
     if scale.small():
-        shapes = {f"d {d}": f"--d-model {d} --d-mlp {4 * d}" for d in (32, 64, 96)}
-        return [[Arm(row, shape=shape) for row, shape in shapes.items()]]
-    arms = []
-    for size, tokens in LENGTHS.items():
-        arms.append(Arm(size, shape=f"--preset parcae-{size}", tokens=tokens))
-    return [arms]
+        widths = (32, 64, 96)
+        return [[Arm(f"d {d}", shape=f"--d-model {d} --d-mlp {4 * d}") for d in widths]]
+    sizes = LENGTHS.items()
+    return [[Arm(size, shape=f"--preset parcae-{size}", tokens=D) for size, D in sizes]]
 
 
 LAW = ("validation loss", "loss by depth")
@@ -352,50 +334,51 @@ CURVES = (
     "validation at 8",
     "validation at 16",
 )
-EXPERIMENTS = {}
 # fmt: off
-EXPERIMENTS["gains"] = Experiment(
-    title="Euler against Exact-ZOH (post, Validation Loss)",
-    tables=gains, scales=TRANSFORMER, base="col", split="row", budgets=(20, 40, 80), seeds=8,
-    panels=("validation loss", "difference by depth"))
-EXPERIMENTS["stability"] = Experiment(
-    title="Learning rates that each looped model bears (paper, figure 2 and its table)",
-    tables=stability, scales=RDM, depths="1,4,8", unit="verdict", base="col", split="col", seeds=1,
-    panels=("training loss", "ρ(Ā)", "state norm", "residual"), flags="--eval-every 50 --save-every 50 --eval-tokens 65536")
-EXPERIMENTS["components"] = Experiment(
-    title="Parcae's components one by one (paper, table 3)",
-    tables=components, scales=TRANSFORMER, depths="1,4,8", core_depths="1,4,8")
-EXPERIMENTS["baseline"] = Experiment(
-    title="Looped against flat (paper, table 4)",
-    tables=baseline, scales=TRANSFORMER, unit="perplexity", panels=LAW, split="col", budgets=(20, 40, 80))
-EXPERIMENTS["bridge"] = Experiment(
-    title="Looped against flat at 30M tokens of the next size",
-    tables=bridge, scales=("tiny",), panels=LAW, budgets=(0,), seeds=1)
-EXPERIMENTS["frame"] = Experiment(
-    title="What the looped frame costs (no source)",
-    tables=frame, scales=("nano",))
-EXPERIMENTS["rdm"] = Experiment(
-    title="Parcae against the RDM (paper, table 1)",
-    tables=rdm, scales=RDM, unit="perplexity")
-EXPERIMENTS["granularity"] = Experiment(
-    title="Depth per batch against depth per sequence (paper, appendix)",
-    tables=granularity, scales=RDM, depths="1,4,8,16", unit="perplexity", panels=(*CURVES, "state norm", "residual"))
-EXPERIMENTS["sampling"] = Experiment(
-    title="Sampling of truncated recurrence (paper, appendix)",
-    tables=sampling, scales=RDM, depths="1,4,8,16,64", panels=(*CURVES, "validation at 64"))
-EXPERIMENTS["backward"] = Experiment(
-    title="mu_rec and mu_bwd (paper, appendix)",
-    tables=backward, scales=RDM, depths="1,4,8,16,64", panels=(*CURVES, "validation at 64"), seeds=2)
-EXPERIMENTS["mechanisms"] = Experiment(
-    title="Other loop mechanisms (post, appendix)",
-    tables=mechanisms, scales=TRANSFORMER, depths="1,4,8,16")
-EXPERIMENTS["isoflop"] = Experiment(
-    title="Looping or data at equal FLOPs (paper, figures 3 to 5)",
-    tables=isoflop, scales=SCALING, depths=DENSE, flags=AT_END, panels=LAW, split="col", seeds=1)
-EXPERIMENTS["testtime"] = Experiment(
-    title="Test-time depth for six mu_rec (paper, figure 7)",
-    tables=testtime, scales=SCALING, depths=DENSE, flags=AT_END, panels=LAW, seeds=1)
-EXPERIMENTS["sizes"] = Experiment(
-    title="Test-time depth over model sizes (paper, figure 6)",
-    tables=sizes, scales=("nano", "140m"), depths=DENSE, flags=AT_END, panels=LAW, seeds=1)
+EXPERIMENTS = {
+    "gains": Experiment(
+        title="Euler against Exact-ZOH (post, Validation Loss)",
+        tables=gains, scales=TRANSFORMER, base="col", split="row", budgets=(20, 40, 80), seeds=8,
+        panels=("validation loss", "difference by depth")),
+    "stability": Experiment(
+        title="Learning rates that each looped model bears (paper, figure 2 and its table)",
+        tables=stability, scales=RDM, depths="1,4,8", base="col", split="col", seeds=1,
+        panels=("training loss", "ρ(Ā)", "state norm", "residual"), flags="--eval-every 50 --save-every 50 --eval-tokens 65536"),
+    "components": Experiment(
+        title="Parcae's components one by one (paper, table 3)",
+        tables=components, scales=TRANSFORMER, depths="1,4,8", core_depths="1,4,8"),
+    "baseline": Experiment(
+        title="Looped against flat (paper, table 4)",
+        tables=baseline, scales=TRANSFORMER, unit="perplexity", panels=LAW, split="col", budgets=(20, 40, 80)),
+    "bridge": Experiment(
+        title="Looped against flat at 30M tokens of the next size",
+        tables=bridge, scales=("tiny",), panels=LAW, budgets=(0,), seeds=1),
+    "frame": Experiment(
+        title="What the looped frame costs (no source)",
+        tables=frame, scales=("nano",)),
+    "rdm": Experiment(
+        title="Parcae against the RDM (paper, table 1)",
+        tables=rdm, scales=RDM, unit="perplexity"),
+    "granularity": Experiment(
+        title="Depth per batch against depth per sequence (paper, appendix)",
+        tables=granularity, scales=RDM, depths="1,4,8,16", unit="perplexity", panels=(*CURVES, "state norm", "residual")),
+    "sampling": Experiment(
+        title="Sampling of truncated recurrence (paper, appendix)",
+        tables=sampling, scales=RDM, depths="1,4,8,16,64", panels=(*CURVES, "validation at 64")),
+    "backward": Experiment(
+        title="mu_rec and mu_bwd (paper, appendix)",
+        tables=backward, scales=RDM, depths="1,4,8,16,64", panels=(*CURVES, "validation at 64"), seeds=2),
+    "mechanisms": Experiment(
+        title="Other loop mechanisms (post, appendix)",
+        tables=mechanisms, scales=TRANSFORMER, depths="1,4,8,16"),
+    "isoflop": Experiment(
+        title="Looping or data at equal FLOPs (paper, figures 3 to 5)",
+        tables=isoflop, scales=SCALING, depths=DENSE, flags=AT_END, panels=LAW, split="col", seeds=1),
+    "testtime": Experiment(
+        title="Test-time depth for six mu_rec (paper, figure 7)",
+        tables=testtime, scales=SCALING, depths=DENSE, flags=AT_END, panels=LAW, seeds=1),
+    "sizes": Experiment(
+        title="Test-time depth over model sizes (paper, figure 6)",
+        tables=sizes, scales=("nano", "140m"), depths=DENSE, flags=AT_END, panels=LAW, seeds=1),
+}
 # fmt: on

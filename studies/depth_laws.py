@@ -17,6 +17,7 @@ from looped.figures import Panel, figure, fmt, table
 from looped.files import write_atomic
 from model import ModelConfig
 
+SEQUENCES = 200_000
 LAWS = ("poisson-truncated-full", "poisson-fill", "poisson-lognormal-fill")
 
 
@@ -48,7 +49,6 @@ def main(argv=None):
     add = parser.add_argument
     add("--mu-rec", type=positive_int, default=8, help="mean loops (default: %(default)s)")
     add("--mu-bwd", type=positive_int, default=4, help="loops with gradient (default: %(default)s)")
-    add("--sequences", type=positive_int, default=200_000, help="drawn (default: %(default)s)")
     page = Path("results/depth-laws.md")
     add("--out", type=Path, default=page, help="page, with a figure beside (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -56,14 +56,14 @@ def main(argv=None):
     panels = []
     rows = []
     for law in LAWS:
-        share = sampled(law, args.mu_rec, args.mu_bwd, depths, args.sequences)
+        share = sampled(law, args.mu_rec, args.mu_bwd, depths, SEQUENCES)
         formula = probabilities(law, args.mu_rec, args.mu_bwd, depths)
         panels.append(Panel("depth T, loops", law, [(depths, share), (depths, formula)]))
         numbers = [share @ depths, formula @ depths, np.abs(share - formula).max()]
         rows.append([law, *map(fmt, numbers)])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     caption = f"Share of sequences by depth, mu_rec {args.mu_rec}, mu_bwd {args.mu_bwd}."
-    lines = [f"# Depth laws, {args.sequences:,} sequences", ""]
+    lines = [f"# Depth laws, {SEQUENCES:,} sequences", ""]
     lines += figure(args.out.with_suffix(".png"), caption, ["drawn", "formula"], panels)
     lines += table(["law", "mean drawn", "mean of the formula", "largest difference"], rows)
     write_atomic(args.out, "\n".join(lines).encode())

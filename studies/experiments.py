@@ -26,6 +26,7 @@ import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -41,8 +42,6 @@ from studies.pages import write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = Path("runs/studies")
-CORE_SPEED = 8e10  # FLOP/s, for the estimate of time
-GPU_SPEED = 0.4e15
 CORE_PANEL = "--panel core-extended"
 
 
@@ -51,15 +50,19 @@ class Job:
     """One training, which several arms may share."""
 
     path: Path
-    flags: list[str]
+    flags: list[str]  # of train.py
     settings: dict
     flops: float
     depths: list[int]
     arms: list[Arm] = field(default_factory=list)
     line: dict | None = None  # of the ledger
 
-    def command(self) -> list[str]:
-        return ["train.py", *self.flags, "--out", str(self.path), "--resume"]
+    def finished(self) -> dict | None:
+        """The line of the run directory, if the run is done and was evaluated at the depths."""
+        line = ledger.record(self.path)
+        if line and ledger.evaluated(line, self.depths):
+            return line
+        return None
 
 
 # -- what to run
@@ -117,7 +120,7 @@ def jobs_of(args, tables) -> list[Job]:
     found = {}
     depths = [int(depth) for depth in EXPERIMENTS[args.name].depths.split(",")]
     for arm in flat(tables):
-        if not wanted(arm, args):
+        if not any(text in arm.name() for text in args.only.split(";")):
             continue
         flags = arm_flags(arm, args)
         settings, flops = ledger.wanted_settings(flags, args.ranks)
@@ -126,84 +129,54 @@ def jobs_of(args, tables) -> list[Job]:
         at = depths if settings["n_core"] else [0]
         for seed in args.seeds:
             path = RUNS / f"{name}-s{seed}"
-            seeded = [*flags, "--seed", str(seed)]
-            job = Job(path, seeded, settings | {"seed": seed}, flops, at)
+            own = [*flags, "--seed", str(seed), "--out", str(path), "--resume"]
+            job = Job(path, own, settings | {"seed": seed}, flops, at)
             found.setdefault(path, job).arms.append(arm)
     return sorted(found.values(), key=lambda job: (job.flops, job.settings["seed"]))
-
-
-def wanted(arm: Arm, args) -> bool:
-    texts = [text for text in args.only.split(";") if text]
-    return not texts or any(text in arm.name() for text in texts)
 
 
 # -- running
 
 
 def launch(job: Job, ranks: int, threads: int) -> str:
-    """Runs one train.py, its output going to a .txt beside the run; -> what went wrong, or "". A
-    run that diverges is no error.
+    """Runs one train.py, its output going to a .txt beside the run, and adds the finished run to
+    the ledger; -> what went wrong, or "". A run that diverges is no error.
     """
-    head = []
+    command = [sys.executable]
     if ranks > 1:
-        head = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    script, *flags = job.command()
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     text = job.path.with_name(f"{job.path.name}.txt")
     text.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with open(text, "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process is at work on this run
+        except BlockingIOError:
+            print(f"{job.path} is left to another process", flush=True)
             return ""
-        if complete(job.path, job.depths):
-            return ""
-        command = [sys.executable, *head, ROOT / script, *flags]
-        code = subprocess.run(command, stdout=file, stderr=file, env=environment).returncode
-    line = ledger.record(job.path)
-    if code and not (code == 1 and line):
-        last = text.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
-        return f"{job.path} ended with exit code {code}: {last} (all of it: {text})"
-    return ""
-
-
-def complete(path: Path, depths: list[int]) -> dict | None:
-    """The line of a run directory that is done and was evaluated at these depths."""
-    line = ledger.record(path)
-    if line and ledger.evaluated(line, depths):
-        return line
-    return None
+        code = 0
+        if not job.finished():
+            command += [ROOT / "train.py", *job.flags]
+            code = subprocess.run(command, stdout=file, stderr=file, env=environment).returncode
+    line = job.finished()
+    if line:
+        ledger.append(line)
+        print(f"{job.path}: loss {line['loss']}, {line['minutes']:.1f} min", flush=True)
+        return ""
+    last = text.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
+    return f"{job.path} ended with exit code {code}: {last} (all of it: {text})"
 
 
 def run_all(jobs: list[Job], args) -> list[str]:
-    """Trains side by side, a process and a thread a core, and adds every finished run to the
-    ledger; -> faults.
-    """
+    """Trains side by side, a process and a thread a core; -> faults."""
     side_by_side = min(args.jobs, len(jobs))
-    cores = os.cpu_count() or 1
-    threads = max(1, cores // side_by_side)
-    faults = []
-
-    def one(job):
-        fault = launch(job, args.ranks, threads)
-        line = complete(job.path, job.depths)
-        if line:
-            ledger.append(args.ledger, line)
-        return job, fault, line
-
+    threads = max(1, (os.cpu_count() or 1) // side_by_side)
     with ThreadPoolExecutor(side_by_side) as pool:
-        for number, (job, fault, line) in enumerate(pool.map(one, jobs), 1):
-            if fault:
-                faults.append(fault)
-            said = fault or "is left to another process"
-            if line:
-                said = f"loss {line['loss']}, {line['minutes']:.1f} min"
-            print(f"{number}/{len(jobs)}  {job.path}: {said}", flush=True)
-    return faults
+        return list(filter(None, pool.map(launch, jobs, repeat(args.ranks), repeat(threads))))
 
 
 def evaluate_core(jobs: list[Job], args) -> None:
-    """core_eval.py on finished runs that are here; writes their lines again, with scores."""
+    """core_eval.py on finished runs that are here; adds their lines again, with scores."""
     depths = EXPERIMENTS[args.name].core_depths
     for job in jobs:
         if not (job.line and list(job.path.glob("step_*.pt"))) or job.line["diverged_at"]:
@@ -213,22 +186,22 @@ def evaluate_core(jobs: list[Job], args) -> None:
             command += ["--depth", depths]
         if subprocess.run(command).returncode:
             fail(f"core_eval.py failed on {job.path}, see above; the same command continues there")
-        job.line = ledger.record(job.path)
-        ledger.append(args.ledger, job.line)
+        ledger.append(ledger.record(job.path))
 
 
 # -- the ledger
 
 
-def fill_in(jobs: list[Job], args) -> None:
-    """Gives each job its line of the ledger, and its arms their runs."""
-    lines = ledger.read_ledger(args.ledger)
+def fill_in(jobs: list[Job], args) -> list[Job]:
+    """Gives each job its line of the ledger, and its arms their runs; -> jobs without a line."""
+    lines = ledger.read_ledger()
     rows = args.rows or most_common_rows(jobs, lines)
     for job in jobs:
         job.line = ledger.find(lines, job.settings, rows, job.depths)
         if job.line:
             for arm in job.arms:
                 arm.runs[job.settings["seed"]] = job.line
+    return [job for job in jobs if not job.line]
 
 
 def most_common_rows(jobs, lines) -> str | None:
@@ -242,14 +215,11 @@ def most_common_rows(jobs, lines) -> str | None:
     return max(used, key=used.count, default=None)
 
 
-def rows_hash(args) -> str | None:
+def rows_hash(job: Job, args) -> str | None:
     """The hash of --data, or of train.py's default rows, which are made if need be; None if they
     are not at hand.
     """
-    flags = ["--preset", preset("parcae", args.scale), *args.extra]
-    if args.data:
-        flags += ["--data", str(args.data)]
-    given = train.parse_args(flags)
+    given = train.parse_args(job.flags)
     cfg = train.model_config(given)
     folder = args.data or Path(f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
     if (folder / "manifest.json").is_file():
@@ -259,17 +229,13 @@ def rows_hash(args) -> str | None:
     return train.open_data(given, cfg, HERE).sha256()
 
 
-def import_runs(argv: list[str]) -> None:
-    parser = Parser(prog="python -m studies.experiments import")
-    parser.add_argument("runs", nargs="+", type=Path, help="finished run directories")
-    parser.add_argument("--ledger", type=Path, default=ledger.LEDGER)
-    args = parser.parse_args(argv)
-    for path in args.runs:
-        line = ledger.record(path)
+def import_runs(paths: list[str]) -> None:
+    for path in paths:
+        line = ledger.record(Path(path))
         if line is None:
             print(f"{path}: left out, it is no finished run")
             continue
-        ledger.append(args.ledger, line)
+        ledger.append(line)
         print(f"{path}: {line['tokens_per_param']:.3g} tokens a parameter, loss {line['loss']}")
 
 
@@ -293,13 +259,13 @@ def parse_args(argv):
     add("--ranks", type=positive_int, default=1, help="GPUs of a training (default: %(default)s)")
     core = f"also run core_eval.py, with these flags (default: {CORE_PANEL})"
     add("--core", nargs="?", const=CORE_PANEL, help=core)
-    add("--ledger", type=Path, default=ledger.LEDGER, help="default: %(default)s")
     add("--out", type=Path, help="the page, without suffix (default: results/NAME-SCALE)")
     add("--page", action="store_true", help="train nothing, write the page")
-    add("--dry-run", action="store_true", help="print what is left to do and its cost, and stop")
+    add("--dry-run", action="store_true", help="print the commands that are left to do, and stop")
     args = parser.parse_args(own)
     args.extra = extra
-    args.command = shlex.join(["python", "-m", "studies.experiments", *argv])
+    told = [word for word in argv if word != "--page"]
+    args.command = shlex.join(["python", "-m", "studies.experiments", *told])
     check(args)
     return args
 
@@ -317,22 +283,9 @@ def check(args) -> None:
     if args.seeds is not None:
         if not re.fullmatch(r"\d+(,\d+)*", args.seeds):
             fail(f"--seeds {args.seeds} must be whole numbers between commas, e.g. 0,1,2")
-        seeds = dict.fromkeys(map(int, args.seeds.split(",")))
-    args.seeds = list(seeds)
+        seeds = map(int, args.seeds.split(","))
+    args.seeds = list(dict.fromkeys(seeds))
     args.out = args.out or Path(f"results/{args.name}-{args.scale}")
-
-
-def say_cost(jobs: list[Job], args) -> None:
-    todo = [job for job in jobs if not job.line]
-    if args.dry_run:
-        for job in todo:
-            print(shlex.join(["python", *job.command()]))
-    flops = sum(job.flops for job in todo)
-    speed = CORE_SPEED if args.scale in SMALL else GPU_SPEED
-    workers = args.ranks * min(args.jobs, max(1, len(todo)))
-    hours = flops / (speed * workers) / 3600
-    left = f"{len(todo)} of {len(jobs)} trainings are left to do, {flops:.3g} FLOPs"
-    print(f"# {left}: {hours:.2g} h, validation not counted", flush=True)
 
 
 def main(argv=None):
@@ -340,18 +293,21 @@ def main(argv=None):
     if argv[:1] == ["import"]:
         return import_runs(argv[1:])
     args = parse_args(argv)
-    args.rows = rows_hash(args)
     tables = tables_of(args.name, args.scale)
     jobs = jobs_of(args, tables)
     if not jobs:
         names = "; ".join(arm.name() for arm in flat(tables))
         fail(f"--only {args.only} fits no arm; there are: {names}")
-    fill_in(jobs, args)
-    say_cost(jobs, args)
+    args.rows = rows_hash(jobs[0], args)
+    todo = fill_in(jobs, args)
+    flops = sum(job.flops for job in todo)
+    if args.dry_run:
+        for job in todo:
+            print(shlex.join(["python", "train.py", *job.flags]))
+    print(f"# {len(todo)} of {len(jobs)} trainings are left to do, {flops:.3g} FLOPs", flush=True)
     if args.dry_run:
         return None
     faults = []
-    todo = [job for job in jobs if not job.line]
     if todo and not args.page:
         faults = run_all(todo, args)
         fill_in(jobs, args)

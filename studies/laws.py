@@ -13,6 +13,7 @@ stated by the paper. mu_rec 1 is the fixed-depth baseline, in no fit.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from operator import attrgetter
 
 import numpy as np
@@ -102,55 +103,44 @@ def effective_params(cfg) -> int:
 # -- the law
 
 
-def log_terms(p, X):
-    """Logs of the parameters p (..., 8), X (n, 4): ln N, ln D, T, ln mu -> log of the four terms
-    (4, ..., n).
-    """
-    by_parameter = np.moveaxis(p, -1, 0)[..., None]
-    E, A, ln_a, B, ln_b, Z, ln_z, ln_gamma = by_parameter
-    ln_N, ln_D, T, ln_mu = X.T
-    floor = E + 0 * T
-    parameters = A - np.exp(ln_a) * ln_N
-    tokens = B - np.exp(ln_b) * ln_D
+def log_terms(p, ln_N, ln_D, T, ln_mu) -> list:
+    """The logs of the law's four terms; p: logs of its eight parameters."""
+    E, A, ln_a, B, ln_b, Z, ln_z, ln_gamma = p
     rate = np.exp(ln_z - np.exp(ln_gamma) * ln_mu)
-    return np.stack([floor, parameters, tokens, Z - rate * T])
+    return [E, A - np.exp(ln_a) * ln_N, B - np.exp(ln_b) * ln_D, Z - rate * T]
 
 
-def log_loss(p, X):
-    return np.logaddexp.reduce(log_terms(p, X))
+def log_loss(p, ln_N, ln_D, T, ln_mu):
+    return reduce(np.logaddexp, log_terms(p, ln_N, ln_D, T, ln_mu))
 
 
-def jacobian(p, X):
-    """Of the log loss in the logs of the parameters: (n, 8)."""
-    ln_N, ln_D, T, ln_mu = X.T
+def jacobian(p, ln_N, ln_D, T, ln_mu):
+    """Of the log loss at n points in the logs of the parameters: (n, 8)."""
+    terms = np.broadcast_arrays(*log_terms(p, ln_N, ln_D, T, ln_mu))
+    sizes = np.exp(terms)
+    floor, parameters, tokens, loops = sizes / sizes.sum(0)
     a, b, z, gamma = np.exp(p[[2, 4, 6, 7]])
-    terms = np.exp(log_terms(p, X))
-    floor, parameters, tokens, loops = terms / terms.sum(0)
     by_a = -parameters * a * ln_N
     by_b = -tokens * b * ln_D
     by_z = -loops * z * np.exp(-gamma * ln_mu) * T
     by_gamma = -by_z * gamma * ln_mu
-    columns = [floor, parameters, by_a, tokens, by_b, loops, by_z, by_gamma]
-    return np.stack(columns, axis=1)
+    return np.stack([floor, parameters, by_a, tokens, by_b, loops, by_z, by_gamma], axis=1)
 
 
-def predict(p, N, D, T=1.0, mu=1.0):
-    """Losses (R, ...) of the laws p (R, 8)."""
-    columns = np.broadcast_arrays(np.log(N), np.log(D), T, np.log(mu))
-    X = np.stack(columns, axis=-1)
-    losses = np.exp(log_loss(p, X.reshape(-1, 4)))
-    return losses.reshape(len(p), *X.shape[:-1])
+def predict(logs, N, D, T=1.0, mu=1.0):
+    """Losses (R, ...) of R laws, logs of their parameters (R, 8)."""
+    return np.exp([log_loss(p, np.log(N), np.log(D), T, np.log(mu)) for p in logs])
 
 
-def predict_rows(p, rows: pd.DataFrame):
-    """Losses (R, rows) of the laws p (R, 8)."""
-    return predict(p, rows.n_eff, rows.tokens, rows.depth, rows.mu_rec)
+def predict_rows(logs, rows: pd.DataFrame):
+    """Losses (R, rows) of the laws (R, 8)."""
+    return predict(logs, *rows[["n_eff", "tokens", "depth", "mu_rec"]].to_numpy(float).T)
 
 
-def oracle_losses(p, rows: pd.DataFrame):
+def oracle_losses(logs, rows: pd.DataFrame):
     """The first law's losses with the measured loss at T = mu as their floor."""
-    floor = predict(p[:1], rows.n_eff, rows.tokens, 1e9)
-    loops = predict_rows(p[:1], rows) - floor
+    endless = rows.assign(depth=1e9)
+    loops = predict_rows(logs[:1], rows) - predict_rows(logs[:1], endless)
     return loops[0] + rows.best
 
 
@@ -163,13 +153,10 @@ class Problem:
     def __init__(self, rows: pd.DataFrame, law: Law):
         size = np.log(rows[["n_eff", "tokens"]].to_numpy())
         self.center = size.mean(0)
-        ln_N, ln_D = (size - self.center).T
-        columns = [ln_N, ln_D, rows.depth, np.log(rows.mu_rec)]
-        self.X = np.stack(columns, axis=1)
+        self.X = np.array([*(size - self.center).T, rows.depth, np.log(rows.mu_rec)])
         self.y = np.log(rows.loss.to_numpy())
         self.index = [PARAMS.index(name) for name in law.free]
-        self.fixed = np.full(8, np.log(ZERO))
-        self.fixed[7] = np.log(law.gamma)
+        self.fixed = np.log([ZERO] * 7 + [law.gamma])
         box = np.log([BOX[name] for name in law.free])
         box[0] += self.y.min()
         self.low, self.high, self.first, self.last = box.T
@@ -183,39 +170,35 @@ class Problem:
     def logs(self, found):
         """(R, 8) logs of all parameters of R solutions, of a law in N and D as they are."""
         p = np.array([self.whole(q) for q in found])
-        exponents = np.exp(p[:, [2, 4]])
-        p[:, [1, 3]] += exponents * self.center
+        p[:, [1, 3]] += np.exp(p[:, [2, 4]]) * self.center
         return p
 
     def descend(self, start, rows=slice(None), **limits):
         """Huber fit to the given rows from one start -> scipy's result."""
-        X = self.X[rows]
+        X = self.X[:, rows]
         y = self.y[rows]
 
         def residual(q):
-            return log_loss(self.whole(q), X) - y
+            return log_loss(self.whole(q), *X) - y
 
         def derivative(q):
-            return jacobian(self.whole(q), X)[:, self.index]
+            return jacobian(self.whole(q), *X)[:, self.index]
 
         inside = np.clip(start, self.low + 1e-10, self.high - 1e-10)
-        bounds = (self.low, self.high)
-        robust = {"loss": "huber", "f_scale": DELTA}
-        return least_squares(residual, inside, derivative, bounds=bounds, **robust, **limits)
+        robust = {"loss": "huber", "f_scale": DELTA, "bounds": (self.low, self.high)}
+        return least_squares(residual, inside, derivative, **robust, **limits)
 
     def solve(self, rng) -> list:
         """The KEPT best of RESTARTS random starts, descended to the end, best first."""
-        shape = (RESTARTS, len(self.index))
-        starts = rng.uniform(self.first, self.last, shape)
+        starts = rng.uniform(self.first, self.last, (RESTARTS, len(self.index)))
         rough = [self.descend(start, method="dogbox", max_nfev=20) for start in starts]
         rough.sort(key=attrgetter("cost"))
         found = [self.descend(result.x, **EXACT) for result in rough[:KEPT]]
         return sorted(found, key=attrgetter("cost"))
 
     def at_bound(self, q) -> list[str]:
-        distance = np.minimum(q - self.low, self.high - q)
-        near = np.array(self.index)[distance < 1e-6]
-        return [f"{PARAMS[i]} at a bound" for i in near]
+        near = np.flatnonzero(np.minimum(q - self.low, self.high - q) < 1e-6)
+        return [f"{PARAMS[self.index[i]]} at a bound" for i in near]
 
 
 @dataclass
@@ -225,7 +208,6 @@ class Fit:
     # (1 + RESAMPLES, 8) logs of all parameters: the fit, then the bootstrap over whole runs
     logs: np.ndarray
     errors: dict[str, float]  # percent, or sums of the Huber loss
-    left_out: np.ndarray  # each row's loss as predicted from the other budgets
     held_out: dict = field(default_factory=dict)  # errors on runs that were not fitted
 
 
@@ -234,8 +216,7 @@ def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
     law = LAWS[name]
     problem = Problem(rows, law)
     best = problem.solve(rng)[0].x
-    runs = rows.run.unique()
-    places = [np.flatnonzero(rows.run == run) for run in runs]
+    places = [np.flatnonzero(rows.run == run) for run in rows.run.unique()]
     found = [best]
     for _ in range(RESAMPLES):
         drawn = rng.integers(len(places), size=len(places))
@@ -243,26 +224,21 @@ def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
         found.append(problem.descend(best, sample).x)
     logs = problem.logs(found)
     errors = prediction_errors(logs, rows)
-    left_out = np.empty(len(rows))
-    for budget in rows.budget.unique():
-        out = (rows.budget == budget).to_numpy()
-        others = problem.descend(best, np.flatnonzero(~out)).x
-        of_others = problem.logs([others])
-        left_out[out] = predict_rows(of_others, rows[out])[0]
-        off = percent_off(left_out[out], rows.loss[out])
-        errors[f"percent without {budget:.2g} FLOPs"] = off.mean()
-    fitted = np.exp(logs[0, problem.index])
-    values = dict(zip(law.free, fitted))
-    return Fit(values, problem.at_bound(best), logs, errors, left_out)
+    for budget, unseen in rows.groupby("budget", sort=False):
+        others = problem.descend(best, (rows.budget != budget).to_numpy()).x
+        off = prediction_errors(problem.logs([others]), unseen)
+        errors[f"percent without {budget:.2g} FLOPs"] = off["percent"]
+    values = np.exp(logs[0, problem.index])
+    return Fit(dict(zip(law.free, values)), problem.at_bound(best), logs, errors)
 
 
 def percent_off(guess, loss):
     return 100 * np.abs(guess / loss - 1)
 
 
-def huber_on_log(guess, loss) -> float:
-    """The mean Huber loss of the log losses."""
-    return huber(DELTA, np.log(guess / loss)).mean()
+def huber_on_log(guess, loss):
+    """The Huber losses of the log losses."""
+    return huber(DELTA, np.log(guess / loss))
 
 
 def prediction_errors(logs, rows: pd.DataFrame) -> dict[str, float]:
@@ -272,26 +248,16 @@ def prediction_errors(logs, rows: pd.DataFrame) -> dict[str, float]:
     guess = predict_rows(logs[:1], rows)[0]
     percent = percent_off(guess, rows.loss)
     oracle = percent_off(oracle_losses(logs, rows), rows.loss)
-    total = len(rows) * huber_on_log(guess, rows.loss)
     return {
         "percent": percent.mean(),
         "largest percent": percent.max(),
         "oracle percent": oracle.mean(),
         "largest oracle percent": oracle.max(),
-        "huber": total,
+        "huber": huber_on_log(guess, rows.loss).sum(),
     }
 
 
 # -- isoFLOP curves
-
-
-@dataclass
-class Grid:
-    """The runs of a budget, by mu_rec."""
-
-    x: np.ndarray  # log2 mu
-    log_tokens: np.ndarray
-    smooth: np.ndarray  # the parabola through the losses
 
 
 def fit_isoflop(rows: pd.DataFrame, rng, left: list[str]) -> dict:
@@ -307,15 +273,14 @@ def fit_isoflop(rows: pd.DataFrame, rng, left: list[str]) -> dict:
         if runs.mu_rec.nunique() < 4:
             left.append(f"budget {budget:.2g}: fewer than 4 values of mu_rec, no parabola")
             continue
-        runs = runs.sort_values("mu_rec")
-        x = np.log2(runs.mu_rec.to_numpy())
+        x = np.log2(runs.mu_rec)
         smooth = np.polyval(np.polyfit(x, runs.loss, 2), x)
-        grids[budget] = Grid(x, np.log(runs.tokens.to_numpy()), smooth)
+        grids[budget] = runs.assign(x=x, smooth=smooth).sort_values("x")
         share = math.sqrt(len(x) / (len(x) - 3))  # three parameters took theirs
         residuals += list((runs.loss - smooth) * share)
     budgets = []
     for budget, grid in grids.items():
-        budgets.append(lowest_point(budget, grid, residuals, rng))
+        budgets.append({"budget": budget} | lowest_point(grid, residuals, rng))
     inner = [found for found in budgets if found["inside"]]
     laws = {}
     if len(inner) > 1:
@@ -327,27 +292,29 @@ def fit_isoflop(rows: pd.DataFrame, rng, left: list[str]) -> dict:
     return {"budgets": budgets, "power_laws": laws, "fixed_depth": fixed.to_dict()}
 
 
-def lowest_point(budget: float, grid: Grid, residuals: list[float], rng) -> dict:
+def lowest_point(grid: pd.DataFrame, residuals: list[float], rng) -> dict:
     """A budget's best mu and tokens, the fit first and then RESAMPLES bootstraps; inside: not at an
     end of the grid.
+
+    grid: its runs by x = log2 mu, with the parabola's losses "smooth".
     """
-    x = grid.x
-    noise = rng.choice(residuals, (RESAMPLES, len(x)))
-    losses = grid.smooth + np.vstack([0 * x, noise])
-    parabolas = np.polyfit(x, losses.T, 2)  # (3, 1 + RESAMPLES)
-    vertex = -parabolas[1] / (2 * parabolas[0])
+    x = grid.x.to_numpy()
     low, high = x[0], x[-1]
-    ends = np.full((2, len(vertex)), [[low], [high]])
-    candidates = np.vstack([ends, np.clip(vertex, low, high)])
+    noise = rng.choice(residuals, (RESAMPLES, len(x)))
+    losses = grid.smooth.to_numpy() + np.vstack([0 * x, noise])
+    parabolas = np.polyfit(x, losses.T, 2)  # (3, 1 + RESAMPLES)
+    vertex = np.clip(-parabolas[1] / (2 * parabolas[0]), low, high)
+    candidates = np.stack(np.broadcast_arrays(low, high, vertex))
     lowest = np.polyval(parabolas, candidates).argmin(0)
-    best = candidates[lowest, np.arange(len(lowest))]
-    log_tokens = np.interp(best, x, grid.log_tokens)
-    found = {"budget": budget, "mu": 2**best, "tokens": np.exp(log_tokens)}
-    found["parabola"] = parabolas[:, 0]
-    found["loss"] = np.polyval(parabolas[:, 0], best[0])
-    found["inside"] = bool(low < best[0] < high)
-    found["slope"] = np.polyfit(x, grid.smooth, 1)[0]  # nats for each doubling of mu_rec
-    return found
+    best = np.choose(lowest, candidates)
+    return {
+        "mu": 2**best,
+        "tokens": np.exp(np.interp(best, x, np.log(grid.tokens))),
+        "parabola": parabolas[:, 0],
+        "loss": np.polyval(parabolas[:, 0], best[0]),
+        "inside": bool(low < best[0] < high),
+        "slope": np.polyfit(x, grid.smooth, 1)[0],  # nats for each doubling of mu_rec
+    }
 
 
 # -- test-time curves
@@ -370,22 +337,20 @@ def fit_form(name: str, T, loss) -> dict:
     if name == WITHOUT_FLOOR:
         slope, log_Z = np.polyfit(t, np.log(loss), 1)
         return {"E": 0.0, "Z": math.exp(log_Z), "z": -slope}
-    least = math.inf
+    tried = []
     for z in np.geomspace(1e-3, 20, 40):
         decay = np.exp(-z * t)
         Z, E = np.polyfit(decay, loss, 1)
         error = np.linalg.norm(E + Z * decay - loss)
-        if error < least:
-            least = error
-            start = [max(E, 1e-9), Z, z]
-    low = [0, -np.inf, 1e-4]
-    high = [np.inf, np.inf, 50]
+        tried.append((error, max(E, 1e-9), Z, z))
+    start = min(tried)[1:]
+    bounds = ([0, -np.inf, 1e-4], [np.inf, np.inf, 50])
     scale = np.maximum(np.abs(start), [1e-3, 1e-6, 0])
 
     def residual(q):
         return np.log(np.maximum(exponential(t, *q), 1e-9) / loss)
 
-    best = least_squares(residual, start, bounds=(low, high), x_scale=scale, **EXACT).x
+    best = least_squares(residual, start, bounds=bounds, x_scale=scale, **EXACT).x
     return dict(zip(("E", "Z", "z"), best))
 
 
@@ -395,22 +360,21 @@ def fit_curves(rows: pd.DataFrame) -> dict:
     """
     curves = []
     scores = []
-    for run, points in rows.groupby("run", sort=False):
+    for _, points in rows.groupby("run", sort=False):
         T = points.depth.to_numpy(float)
         loss = points.loss.to_numpy(float)
         first = points.iloc[0]
         near = first.mu_rec >= T
-        c = {"run": run, "mu_rec": first.mu_rec, "budget": first.budget}
-        c |= {"T": T, "loss": loss}
+        c = first[["run", "mu_rec", "n_eff", "budget"]].to_dict() | {"T": T, "loss": loss}
         for name in FORMS:
             c[name] = fit_form(name, T, loss)
             score = {"form": name}
-            score["huber"] = huber_on_log(form_value(name, c[name], T), loss)
+            score["huber"] = huber_on_log(form_value(name, c[name], T), loss).mean()
             score["floor_off_percent"] = percent_off(c[name]["E"], first.best)
             if 3 <= near.sum() < len(T):
                 early = fit_form(name, T[near], loss[near])
                 ahead = form_value(name, early, T[~near])
-                score["huber_beyond_mu"] = huber_on_log(ahead, loss[~near])
+                score["huber_beyond_mu"] = huber_on_log(ahead, loss[~near]).mean()
             scores.append(score)
         curves.append(c)
     by_form = pd.DataFrame(scores).groupby("form", sort=False)

@@ -50,10 +50,8 @@ def wanted_settings(flags: list[str], ranks: int = 1) -> tuple[dict, float]:
     cfg = train.model_config(args)
     recipe = train.recipe_of(args.preset)
     steps = train.settle(args, cfg, recipe, ranks)
-    model = asdict(cfg)
-    given = {name: value for name, value in vars(args).items() if name not in model}
     tokens = steps * args.batch_size * cfg.seq_len
-    return settings_of(given, model, steps), tokens * cfg.flops_per_token()
+    return settings_of(vars(args), asdict(cfg), steps), tokens * cfg.flops_per_token()
 
 
 def same_run(line: dict, settings: dict) -> bool:
@@ -72,7 +70,8 @@ def defaults() -> dict:
 
 def steps_of(records: list[dict]) -> pd.DataFrame:
     """The training log as a frame; what a run did not log is NaN."""
-    return pd.DataFrame(records).reindex(columns=["step", "tokens", "tok_s", "ms", *CURVES])
+    steps = pd.DataFrame(records, columns=["step", "tokens", "tok_s", "ms", "skipped", *CURVES])
+    return steps.astype(float)
 
 
 def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
@@ -83,17 +82,16 @@ def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
     of the last twentieth of the steps so far); or the state explodes: ‖h_T‖ becomes 10,000
     times that of step 1.
     """
-    exploded = steps.state_norm > 1e4 * steps.state_norm[0]
-    bad = list(steps.step[exploded])
+    bad = steps.state_norm > 1e4 * steps.state_norm[0]
     if stopped:
-        bad.append(steps.step.iloc[-train.BAD_STEPS])
+        bad.iloc[-train.BAD_STEPS] = True
     else:
         width = max(1, len(steps) // 20)
         medians = steps.loss.rolling(width, min_periods=1).median()
         limit = np.nanmin([medians[0], medians.min() + 0.5])
-        last_good = np.flatnonzero(medians <= limit)[-1]
-        bad += list(steps.step[last_good + 1 :])
-    return int(min(bad)) if bad else None
+        last_good = medians.index[medians <= limit][-1]
+        bad[last_good + 1 :] = True
+    return int(steps.step[bad].min()) if bad.any() else None
 
 
 def plain(value):
@@ -105,14 +103,11 @@ def plain(value):
 
 def thinned(steps: pd.DataFrame) -> dict[str, list]:
     """The training curve in at most CURVE_POINTS points: means, and the last of their tokens."""
-    count = min(CURVE_POINTS, len(steps))
-    parts = np.array_split(np.arange(len(steps)), count)
-    lasts = [part[-1] for part in parts]
-    curve = {"tokens": steps.tokens[lasts].astype(int).tolist()}
+    parts = np.array_split(steps.index, min(CURVE_POINTS, len(steps)))
+    curve = {"tokens": [int(steps.tokens[part[-1]]) for part in parts]}
     for name in CURVES:
-        values = steps[name].to_numpy(float)
-        if np.isfinite(values).any():
-            curve[name] = [plain(values[part].mean()) for part in parts]
+        if np.isfinite(steps[name]).any():
+            curve[name] = [plain(steps[name][part].mean(skipna=False)) for part in parts]
     return curve
 
 
@@ -145,25 +140,24 @@ def record(path: Path) -> dict | None:
     if not log.is_file() or not log.stat().st_size:
         return None
     run = read_run(path)
-    tail = [step.get("skipped") for step in run.train[-train.BAD_STEPS :]]
-    stopped = len(tail) == train.BAD_STEPS and all(tail)  # for want of finite losses
+    steps = steps_of(run.train)
+    stopped = steps.skipped[-train.BAD_STEPS :].sum() == train.BAD_STEPS  # no finite losses
     if not stopped and not run.last.get("final"):
         return None
-    line = identity(run)
-    line["date"] = time.strftime("%Y-%m-%d", time.gmtime(log.stat().st_mtime))
-    steps = steps_of(run.train)
-    line["diverged_at"] = divergence(steps, stopped)
-    line["skipped"] = sum(bool(step.get("skipped")) for step in run.train)
-    line["loss"] = {} if stopped else run.last["loss"]
-    line["bpb"] = {} if stopped else run.last["bpb"]
-    line["eval_tokens"] = run.last.get("eval_tokens")
-    line["unigram"] = run.unigram
-    line["spectra"] = spectra(run.last)
     every = max(1, math.ceil(len(run.evals) / CURVE_POINTS))
     evals = run.evals[::-1][::every][::-1]  # the last one is kept
-    line["evals"] = [evaluation(entry) for entry in evals]
-    line["core"] = scores(run)
-    return line | of_steps(steps)
+    outcome = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime(log.stat().st_mtime)),
+        "diverged_at": divergence(steps, stopped),
+        "loss": {} if stopped else run.last["loss"],
+        "bpb": {} if stopped else run.last["bpb"],
+        "eval_tokens": run.last.get("eval_tokens"),
+        "unigram": run.unigram,
+        "spectra": spectra(run.last),
+        "evals": [evaluation(entry) for entry in evals],
+        "core": scores(run),
+    }
+    return identity(run) | outcome | of_steps(steps)
 
 
 def identity(run: Run) -> dict:
@@ -171,22 +165,26 @@ def identity(run: Run) -> dict:
     config = run.config
     args = config["args"]
     copied = ("command", "params", "flops_per_token", "machine", "device", "dtype", "versions")
-    line = {name: config[name] for name in copied}
-    line |= {"run": str(run.path), "preset": args["preset"], "seed": args["seed"]}
-    line["settings"] = settings_of(args, config["model"], config["steps"])
-    line["mu_rec"] = config["model"]["mu_rec"]
-    line["tokens"] = run.train[-1]["tokens"]
-    line["tokens_per_param"] = plain(line["tokens"] / line["params"])
-    line["data"] = config["data"]["sha256"]
-    line["tokenizer"] = config["tokenizer"]["sha256"]
-    line["commit"] = config["git"]["commit"]
-    line["changed"] = bool(config["git"]["diff"])
-    return line
+    told = {
+        "run": str(run.path),
+        "preset": args["preset"],
+        "seed": args["seed"],
+        "settings": settings_of(args, config["model"], config["steps"]),
+        "mu_rec": config["model"]["mu_rec"],
+        "data": config["data"]["sha256"],
+        "tokenizer": config["tokenizer"]["sha256"],
+        "commit": config["git"]["commit"],
+        "changed": bool(config["git"]["diff"]),
+        "tokens_per_param": plain(run.train[-1]["tokens"] / config["params"]),
+    }
+    return {name: config[name] for name in copied} | told
 
 
 def of_steps(steps: pd.DataFrame) -> dict:
     """What the training log says of a run."""
     return {
+        "tokens": int(steps.tokens.iloc[-1]),
+        "skipped": int(steps.skipped.sum()),
         "first_loss": plain(steps.loss[0]),
         "last_loss": plain(steps.loss.iloc[-1]),
         "lowest_loss": plain(steps.loss.min()),
@@ -200,28 +198,27 @@ def of_steps(steps: pd.DataFrame) -> dict:
 # -- the file
 
 
-def read_ledger(path: Path) -> list[dict]:
+def read_ledger() -> list[dict]:
     """All lines; losses by depth have whole numbers as keys. Of lines with equal settings and data
     the last counts.
     """
     found = {}
-    if not path.is_file():
+    if not LEDGER.is_file():
         return []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        with outside(f"line {number} of {path} is damaged", "restore or delete it"):
+    for number, text in enumerate(LEDGER.read_text(encoding="utf-8").splitlines(), 1):
+        with outside(f"line {number} of {LEDGER} is damaged", "restore or delete it"):
             line = json.loads(text)
             key = json.dumps([line["settings"], line["data"]], sort_keys=True)
             for entry in (line, *line["evals"]):
                 entry["loss"] = {int(depth): loss for depth, loss in entry["loss"].items()}
-            found.pop(key, None)
             found[key] = line
     return list(found.values())
 
 
-def append(path: Path, line: dict) -> None:
+def append(line: dict) -> None:
     """Adds a line; several processes may write to one ledger."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
+    LEDGER.parent.mkdir(parents=True, exist_ok=True)
+    with open(LEDGER, "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
 

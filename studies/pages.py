@@ -1,29 +1,31 @@
 """A comparison's page and figure, from the lines of the ledger that its arms hold."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass
-from itertools import product
-from operator import attrgetter
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from looped.figures import Panel, depth_panel, figure, fmt, interval, table
+from looped.figures import Panel, depth_panel, figure, fmt, interval, records_table, table
 from looped.files import write_atomic
-from studies import scaling_laws
 from studies.comparisons import EXPERIMENTS, Arm, flat
 from studies.ledger import read_ledger
+from studies.scaling_laws import rows_of, write_fit
 
-CURVES = {  # panels over training: the curve of the ledger's line
+OTHER = {"row": "col", "col": "row"}
+CURVES = {  # panels over training: the column of the run's history
     "training loss": "loss",
     "state norm": "state_norm",
     "residual": "residual",
-    "ρ(Ā)": "decay_max",
+    "ρ(Ā)": "rho",
 }
-NO_CURVE = ([math.nan], [math.nan])
+NO_RUN = {"loss": {}, "curve": {"tokens": []}, "evals": [], "mu_rec": 0}
+DEPTHS = {1, 2, 4, 8, 12, 16, 24, 64}  # of the table of differences
 RUN_COLUMNS = {  # of a run's line, and how they are written
+    "run": "",
+    "seed": "",
     "params": ",.0f",
     "tokens": ",.0f",
     "tokens_per_param": ".1f",
@@ -34,6 +36,7 @@ RUN_COLUMNS = {  # of a run's line, and how they are written
     "largest_state_norm": ".3g",
     "tok_s": ",.0f",
     "minutes": ".1f",
+    "ρ(Ā)": ".4f",
 }
 CELLS = (
     "mean over seeds ± half the 95 % t interval. Source: the paper's or the post's number, at its "
@@ -63,43 +66,27 @@ def spread(values, spec: str = ".4f") -> str:
     return f"{mean} ± {interval(values).half:{spec.lstrip('+')}}"
 
 
-def outcome(line: dict) -> str:
-    """In words. stuck: a loss of more than 95 % of the entropy of token frequencies, so little else
-    was learned.
-    """
-    if line["diverged_at"]:
-        return f"diverges at step {line['diverged_at']}"
-    if line["unigram"] and loss_at(line, "mu") > 0.95 * line["unigram"]:
-        return "stuck"
-    return "converges"
-
-
 def cell(lines: list[dict], depth, unit: str) -> str:
-    """What the seeds of an arm say at a depth."""
-    if not lines:
-        return "–"
-    if unit == "verdict":
-        return verdict(lines, depth)
-    said = [outcome(line) for line in lines if line["diverged_at"]]
-    losses = [loss_at(line, depth) for line in lines if not line["diverged_at"]]
-    if losses and unit == "perplexity":
-        said.append(spread(np.exp(losses), ".2f"))
-    elif losses:
-        said.append(spread(losses))
-    return "; ".join(said)
+    """What the seeds of an arm say at a depth: those that diverge or are stuck, and the mean loss.
 
-
-def verdict(lines: list[dict], depth) -> str:
+    stuck: a loss of more than 95 % of the entropy of token frequencies, so little else was learned.
+    """
     said = []
-    for words, count in Counter(map(outcome, lines)).items():
-        said.append(f"{count} × {words}" if len(lines) > 1 else words)
-    losses = [loss_at(line, depth) for line in lines if not line["diverged_at"]]
-    if losses:
-        said.append(spread(losses))
-    radii = [line["spectra"]["rho"] for line in lines if line["spectra"].get("rho")]
-    norms = [line["largest_state_norm"] for line in lines if line["largest_state_norm"]]
-    largest = fmt(max(norms, default=None), ".2g")
-    return "; ".join([*said, f"ρ(Ā) {spread(radii, '.3f')}", f"‖h_T‖ up to {largest}"])
+    losses = []
+    for line in lines:
+        if line["diverged_at"]:
+            said.append(f"diverges at step {line['diverged_at']}")
+            continue
+        losses.append(loss_at(line, depth))
+        if line["unigram"] and loss_at(line, "mu") > 0.95 * line["unigram"]:
+            said.append("stuck")
+    spec = ".4f"
+    if unit == "perplexity":
+        losses = np.exp(losses)
+        spec = ".2f"
+    if len(losses) or not said:
+        said.append(spread(losses, spec))
+    return "; ".join(said)
 
 
 # -- differences, paired by seed
@@ -109,38 +96,37 @@ def verdict(lines: list[dict], depth) -> str:
 class Difference:
     arm: Arm
     base: Arm
-    values: list[float]  # loss of the arm less that of the base, a seed each
+    values: np.ndarray  # loss of the arm less that of the base, a seed each
+
+
+def losses_of(arm: Arm, depth) -> pd.Series:
+    """By seed, without diverged runs; a flat model has its one loss at every depth."""
+    losses = {}
+    for seed, line in arm.runs.items():
+        if not line["diverged_at"]:
+            losses[seed] = loss_at(line, depth if line["mu_rec"] else 0)
+    return pd.Series(losses, dtype=float)
 
 
 def differences(arms: list[Arm], by: str, depth) -> list[Difference]:
-    """Of each arm and its base, the first arm of the same column (by "row") or row (by "col").
-
-    A flat model has its one loss at every depth; pairs with a diverged run are left out.
-    """
-    place = attrgetter({"row": "col", "col": "row"}[by])
+    """Of each arm and its base, the first arm of the same column (by "row") or row (by "col")."""
     bases = {}
     found = []
     for arm in arms:
-        base = bases.setdefault(place(arm), arm)
-        values = []
-        for seed in sorted(arm.runs.keys() & base.runs.keys()):
-            pair = [arm.runs[seed], base.runs[seed]]
-            if not any(line["diverged_at"] for line in pair):
-                mine, its = (loss_at(line, depth if line["mu_rec"] else 0) for line in pair)
-                values.append(mine - its)
-        if arm is not base and values and np.isfinite(values).all():
-            found.append(Difference(arm, base, values))
+        base = bases.setdefault(getattr(arm, OTHER[by]), arm)
+        values = (losses_of(arm, depth) - losses_of(base, depth)).dropna()
+        if arm is not base and len(values):
+            found.append(Difference(arm, base, values.to_numpy()))
     return found
 
 
 def sentence(d: Difference) -> str:
     """As: "zoh is lower than euler by 0.0120 ± 0.0040 nats/token, n = 5 (…)"."""
-    mean = np.mean(d.values)
-    size = f"{abs(mean):.4f}"
+    mean = d.values.mean()
+    n = len(d.values)
     note = ""
-    if len(d.values) > 1:
+    if n > 1:
         i = interval(d.values)
-        size += f" ± {i.half:.4f}"
         inside = ", includes 0" if abs(mean) <= i.half else ""
         note = f" (95 % t interval{inside}; standard error {i.error:.4f})"
     known = [arm.source.get("mu") for arm in (d.base, d.arm)]
@@ -148,33 +134,32 @@ def sentence(d: Difference) -> str:
         note += f"; source {known[1]:g} against {known[0]:g}"
     side = "lower" if mean < 0 else "higher"
     pair = f"{d.arm.name()} is {side} than {d.base.name()}"
-    return f"- {pair} by {size} nats/token, n = {len(d.values)}{note}."
+    return f"- {pair} by {spread(np.sign(mean) * d.values)} nats/token, n = {n}{note}."
 
 
 def difference_table(tables: list[list[Arm]], by: str) -> list[str]:
-    """The differences at every depth that was evaluated, or at some of very many."""
-    depths = set()
-    for line in lines_of(flat(tables)):
-        depths |= line["loss"].keys() - {0}
-    if len(depths) > 16:
-        depths &= {1, 2, 4, 8, 12, 16, 24}
+    known = set().union(*(line["loss"] for line in lines_of(flat(tables))))
     cells = []
-    for depth in sorted(depths):
-        for arms in tables:
-            for d in differences(arms, by, depth):
-                names = [d.arm.name(), getattr(d.base, by)]
-                cells.append([*names, f"T = {depth}", spread(d.values, "+.4f")])
+    for depth, arms in product(sorted(known & DEPTHS), tables):
+        for d in differences(arms, by, depth):
+            names = [d.arm.name(), getattr(d.base, by)]
+            cells.append([*names, f"T = {depth}", spread(d.values, "+.4f")])
     if not cells:
         return []
     names = ["loss of", "less that of"]
     frame = pd.DataFrame(cells, columns=[*names, "depth", "difference"])
     rows = frame.pivot_table("difference", names, "depth", aggfunc="first", sort=False)
-    rows = rows.fillna("–").reset_index()
     title = "## Differences of loss at depth T, paired by seed"
-    return [title, "", *table(list(rows), rows.to_numpy())]
+    return [title, "", *frame_table(rows)]
 
 
 # -- tables
+
+
+def frame_table(rows: pd.DataFrame) -> list[str]:
+    """A frame with its index as the first columns."""
+    rows = rows.fillna("–").reset_index()
+    return table(list(rows), rows.to_numpy())
 
 
 def lines_of(arms: list[Arm]) -> list[dict]:
@@ -185,26 +170,19 @@ def lines_of(arms: list[Arm]) -> list[dict]:
     return lines
 
 
-def source_table(arms: list[Arm], experiment) -> list[str]:
-    """The source's table: rows and columns of arms, or of arms and depths; its number right of
-    ours.
-    """
+def source_table(arms: list[Arm], unit: str) -> list[str]:
+    """Rows and columns of arms, at mu_rec or at the source's depths; its number right of ours."""
     known = {}  # the source's depths, in its order
     for arm in arms:
         known |= arm.source
-    depths = list(known)
-    if not known:
-        depths = ["mu"]
-        if len(arms) < 8:
-            depths += map(int, experiment.depths.split(","))
-    rows = {arm.row: {"": arm.row} for arm in arms}
-    for arm, depth in product(arms, depths):
+    rows = {}
+    for arm, depth in product(arms, known or ["mu"]):
         name = arm.col
         if depth != "mu" or not name:
             at = "mu_rec" if depth == "mu" else depth
             name = f"{name} T = {at}".strip()
-        row = rows[arm.row]
-        row[name] = cell(lines_of([arm]), depth, experiment.unit)
+        row = rows.setdefault(arm.row, {"": arm.row})
+        row[name] = cell(lines_of([arm]), depth, unit)
         if known:
             row[f"source, {name}"] = arm.source.get(depth, "–")
     frame = pd.DataFrame(rows.values()).fillna("–")
@@ -215,7 +193,9 @@ def source_table(arms: list[Arm], experiment) -> list[str]:
 def score_table(arms: list[Arm]) -> list[str]:
     """CORE, CORE Extended and LAMBADA of the runs that have them, beside the source's."""
     scores = []
+    source = {}
     for arm in arms:
+        source[arm.name()] = "; ".join(f"{name} {value}" for name, value in arm.core.items())
         for line in lines_of([arm]):
             for score in line["core"]:
                 at = "mu_rec" if score["depth"] == line["mu_rec"] else score["depth"]
@@ -225,56 +205,44 @@ def score_table(arms: list[Arm]) -> list[str]:
         return []
     frame = pd.DataFrame(scores, columns=["arm", "score", "mean"])
     rows = frame.pivot_table("mean", "arm", "score", aggfunc=spread, sort=False)
-    for arm in arms:
-        source = [f"{name} {value}" for name, value in arm.core.items()]
-        rows.loc[arm.name(), "source"] = "; ".join(source)
-    rows = rows.fillna("–").reset_index()
-    return ["## Downstream", "", *table(list(rows), rows.to_numpy())]
+    rows["source"] = pd.Series(source)
+    return ["## Downstream", "", *frame_table(rows)]
 
 
 def run_table(lines: list[dict]) -> list[str]:
     """A row for each training."""
     rows = {}
     for line in lines:
-        run = Path(line["run"])
-        numbers = [fmt(line[name], spec) for name, spec in RUN_COLUMNS.items()]
-        radius = fmt(line["spectra"].get("rho"))
-        rows[run] = [run.name, line["seed"], *numbers, radius]
-    names = [name.replace("_", " ") for name in RUN_COLUMNS]
-    return ["## Runs", "", *table(["run", "seed", *names, "ρ(Ā)"], rows.values())]
+        path = Path(line["run"])
+        rows[path] = line | {"run": path.name, "ρ(Ā)": line["spectra"].get("rho")}
+    header, *body = records_table(list(rows.values()), RUN_COLUMNS)
+    return ["## Runs", "", header.replace("_", " "), *body]
 
 
 def circumstances(line: dict) -> str:
     """Where a run was made."""
-    commit = str(line["commit"])[:10]
+    commit = f"commit {str(line['commit'])[:10]}"
     if line["changed"]:
         commit += " with changes"
     versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
-    told = [line["machine"], line["dtype"], versions, f"data {line['data'][:10]}"]
-    told.append(f"{line['eval_tokens']} validation tokens")
-    return "- " + "; ".join([*told, f"commit {commit}", line["date"]])
+    data = f"data {line['data'][:10]}; {line['eval_tokens']} validation tokens"
+    return "- " + "; ".join([line["machine"], line["dtype"], versions, data, commit, line["date"]])
 
 
 # -- figures
 
 
 def curve(line: dict, kind: str) -> tuple:
-    """(x, y) of one run's curve over training."""
+    """(x, y) of one run's curve over training; a flat model is validated at depth 0 alone."""
     name = CURVES.get(kind)
-    if name in line["curve"]:
-        tokens = line["curve"]["tokens"]
-        values = line["curve"][name]
-    else:  # over its validations
+    if name is None:
         depth = line["mu_rec"]
         if kind.startswith("validation at ") and depth:
-            depth = int(kind.split()[-1])
-        tokens = [entry["tokens"] for entry in line["evals"]]
-        values = [entry["loss"].get(depth) for entry in line["evals"]]
-        if kind == "ρ(Ā)":
-            values = [entry.get("rho") for entry in line["evals"]]
-        elif kind in ("state norm", "residual"):
-            values = [None for _ in tokens]
-    return np.array(tokens) / 1e6, np.array(values, float)
+            depth = kind.removeprefix("validation at ")
+        name = f"loss.{depth}"
+    history = pd.concat([pd.DataFrame(line["curve"]), pd.json_normalize(line["evals"])])
+    values = history.set_index("tokens").reindex(columns=[name])[name].dropna()
+    return values.index / 1e6, values.to_numpy(float)
 
 
 def panel(kind: str, arms: list[Arm], title: str, by: str) -> Panel:
@@ -282,19 +250,19 @@ def panel(kind: str, arms: list[Arm], title: str, by: str) -> Panel:
     run.
     """
     ylabel = f"{title}\n{kind}".strip()
-    firsts = [next(iter(lines_of([arm])), None) for arm in arms]
-    losses = [line["loss"] if line else {} for line in firsts]
+    firsts = [(lines_of([arm]) or [NO_RUN])[0] for arm in arms]
+    losses = [line["loss"] for line in firsts]
     if kind == "loss by depth":
         return depth_panel(losses, ylabel)
     if kind == "difference by depth":
-        means = {id(arm): {} for arm in arms}
+        means = {arm.name(): {} for arm in arms}
         for depth in set().union(*losses):
-            for d in differences([arm for arm in arms if arm.runs], by, depth):
-                means[id(d.arm)][depth] = np.mean(d.values)
+            for d in differences(arms, by, depth):
+                means[d.arm.name()][depth] = d.values.mean()
         return depth_panel(list(means.values()), ylabel)
-    settings = {"yscale": "log"} if kind in ("state norm", "residual") else {}
-    curves = [curve(line, kind) if line else NO_CURVE for line in firsts]
-    return Panel("tokens trained, millions", ylabel, curves, settings)
+    scale = "log" if kind in ("state norm", "residual") else "linear"
+    curves = [curve(line, kind) for line in firsts]
+    return Panel("tokens trained, millions", ylabel, curves, {"yscale": scale})
 
 
 def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
@@ -303,14 +271,11 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
     for arm in arms:
         title = ""
         label = arm.name()
-        if experiment.split == "row":
-            title, label = arm.row, arm.col
-        elif experiment.split == "col":
-            title, label = arm.col, arm.row
+        if experiment.split:
+            title = getattr(arm, experiment.split)
+            label = getattr(arm, OTHER[experiment.split])
         groups.setdefault(title, {})[label] = arm
-    names = {}
-    for members in groups.values():
-        names |= dict.fromkeys(members)
+    names = dict.fromkeys(chain.from_iterable(groups.values()))
     panels = []
     for title, members in groups.items():
         shown = [members.get(name, Arm(name)) for name in names]
@@ -326,16 +291,15 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
 def introduction(args, experiment, lines: list[dict]) -> list[str]:
     """What was run, and how to read the tables."""
     ratios = sorted({f"{line['tokens_per_param']:.2g}" for line in lines}, key=float)
-    seeds = sorted({str(line["seed"]) for line in lines}, key=int)
+    seeds = ", ".join(map(str, sorted({line["seed"] for line in lines})))
     unigram = lines[0]["unigram"] if lines else None
-    unit = "perplexity" if experiment.unit == "perplexity" else "loss in nats a token"
     return [
         f"# {experiment.title}: {args.scale}",
         "",
         f"`{args.command}`",
         "",
-        f"Training tokens a parameter: {', '.join(ratios)}. Seeds: {', '.join(seeds)}.",
-        f"Cells: validation {unit}, {CELLS}",
+        f"Training tokens a parameter: {', '.join(ratios)}. Seeds: {seeds}.",
+        f"Cells: validation {experiment.unit}, {CELLS}",
         DIVERGED,
         f"Entropy of the token frequencies: {fmt(unigram)} nats (stuck: a loss above 95 % of it).",
         "",
@@ -351,23 +315,22 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     lines = lines_of(arms)
     text = introduction(args, experiment, lines)
     for part in tables:
-        text += source_table(part, experiment)
+        text += source_table(part, experiment.unit)
         said = [sentence(d) for d in differences(part, experiment.base, "mu")]
-        if said and experiment.unit != "verdict" and len(said) < 30:
+        if said:
             text += [*said, ""]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    page = args.out.with_name(f"{args.out.name}.md")
-    text += draw(arms, experiment, args.out.with_name(f"{args.out.name}.png"))
+    text += draw(arms, experiment, Path(f"{args.out}.png"))
     text += score_table(arms)
     text += difference_table(tables, experiment.base)
     text += run_table(lines)
-    text += sorted({circumstances(line) for line in lines})
-    write_atomic(page, ("\n".join(text) + "\n").encode())
-    print(f"written: {page}")
+    text += [*sorted({circumstances(line) for line in lines}), ""]
+    write_atomic(Path(f"{args.out}.md"), "\n".join(text).encode())
+    print(f"written: {args.out}.md")
     good = [line for line in lines if not line["diverged_at"]]
     if good and args.name in ("isoflop", "testtime", "sizes"):
-        others = held_out(good, read_ledger(args.ledger))
-        scaling_laws.fit_lines(good, others, args.out)
+        unseen = held_out(good, read_ledger())
+        write_fit(rows_of(good), rows_of(unseen), args.out)
 
 
 def held_out(lines: list[dict], known: list[dict]) -> list[dict]:
@@ -375,19 +338,13 @@ def held_out(lines: list[dict], known: list[dict]) -> list[dict]:
 
     They may differ in mu_rec, length and seed.
     """
-    fitted = [line["settings"] for line in lines]
-    kinds = [kind(line) for line in lines if line["settings"]["sampling"] != "fixed"]
-    found = []
-    for line in known:
-        if kind(line) in kinds[:1] and not line["diverged_at"] and line["settings"] not in fitted:
-            found.append(line)
-    return found
+    wanted = kind(lines[-1])
+    others = [line for line in known if line not in lines and not line["diverged_at"]]
+    return [line for line in others if kind(line) == wanted]
 
 
 def kind(line: dict) -> dict:
     """What held-out runs share with the fitted ones."""
-    free = ("steps", "seed", "mu_rec", "mu_bwd")
-    shared = dict(line["settings"], data=line["data"])
-    for name in free:
-        shared.pop(name, None)
-    return shared
+    free = {"steps", "seed", "mu_rec", "mu_bwd"}
+    shared = {name: value for name, value in line["settings"].items() if name not in free}
+    return shared | {"data": line["data"]}

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from looped.console import Parser, fail, positive_float, run_cli
-from looped.figures import table
+from looped.figures import fmt, table
 from looped.logs import read_json
 from model import PRESETS, config_of
 from studies import law_figures, laws, ledger
@@ -32,10 +32,9 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
     for line in lines:
         cfg = config_of(line["settings"])
         flops = line["tokens"] * line["flops_per_token"]
-        run = [line["run"], cfg.mu_rec]
         size = [line["tokens"], flops, laws.effective_params(cfg)]
         for depth, loss in line["loss"].items():
-            rows.append([*run, depth, *size, loss])
+            rows.append([line["run"], cfg.mu_rec, depth, *size, loss])
     return pd.DataFrame(rows, columns=COLUMNS).astype({"loss": float})
 
 
@@ -43,18 +42,16 @@ def usable(rows: pd.DataFrame, left: list[str]) -> pd.DataFrame:
     """Adds the budget (FLOPs to two digits) and "best", the run's loss at mu_rec; leaves out what
     cannot be used.
     """
-    rows = rows[np.isfinite(rows.loss)]
-    rows = rows.drop_duplicates(COLUMNS[1:])  # the same run under two names
-    rows = rows.assign(budget=[float(f"{flops:.2g}") for flops in rows.flops])
-    main = rows[rows.depth == rows.mu_rec].set_index("run")
-    for run in set(rows.run) - set(main.index):
+    rows = rows[np.isfinite(rows.loss)].drop_duplicates(COLUMNS[1:])  # one run, two names
+    rows = rows.assign(budget=rows.flops.map("{:.2g}".format).astype(float))
+    at_mu = rows[rows.depth == rows.mu_rec].set_index("run")
+    for run in set(rows.run) - set(at_mu.index):
         left.append(f"{run}: not evaluated at depth mu_rec")
-    limit = 1.5 * main.groupby("budget").loss.transform("median")
-    for run, loss in main.loss[main.loss > limit].items():
+    far = at_mu.loss > 1.5 * at_mu.groupby("budget").loss.transform("median")
+    for run, loss in at_mu.loss[far].items():
         left.append(f"{run}: loss {loss:.3f}, over 1.5 x the median of its budget")
-    best = main.loss[main.loss <= limit]
-    rows = rows[rows.run.isin(best.index)].sort_values(["mu_rec", "depth"], kind="stable")
-    return rows.assign(best=rows.run.map(best)).reset_index(drop=True)
+    rows = rows.assign(best=rows.run.map(at_mu.loss[~far])).dropna()
+    return rows.sort_values(["mu_rec", "depth"], kind="stable", ignore_index=True)
 
 
 # -- fit
@@ -63,21 +60,19 @@ def usable(rows: pd.DataFrame, left: list[str]) -> pd.DataFrame:
 def fit_all(rows: pd.DataFrame, left: list[str], held_out: pd.DataFrame) -> dict:
     """Everything that the runs can support; left_out names what they cannot, and why."""
     rng = np.random.default_rng(0)
-    at_mu = rows[rows.depth == rows.mu_rec]
     looped = rows[rows.mu_rec > 1]
-    train = looped[looped.depth == looped.mu_rec]
     deep = looped[looped.groupby("run").depth.transform("size") > 3]
     n_eff = dict(zip(rows.mu_rec.astype(str), rows.n_eff))
-    isoflop = laws.fit_isoflop(at_mu, rng, left)
+    isoflop = laws.fit_isoflop(rows[rows.depth == rows.mu_rec], rng, left)
     result = {"n_eff": n_eff, "left_out": left, "isoflop": isoflop}
     if len(deep):
         result["test_time"] = laws.fit_curves(deep)
     for name, law in LAWS.items():
-        data = train
-        unseen = held_out[held_out.depth == held_out.mu_rec]
-        if "Z" in law.free:
-            data = deep
-            unseen = held_out
+        data = deep
+        unseen = held_out
+        if "Z" not in law.free:  # a law of training
+            data = looped[looped.depth == looped.mu_rec]
+            unseen = held_out[held_out.depth == held_out.mu_rec]
         have = data[["run", "n_eff", "tokens", "budget"]].nunique()
         need = [len(law.free) + 1, 3, 3, 2]
         if (have < need).any():
@@ -101,29 +96,27 @@ def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
     held_out = usable(held_out, [])
     result = fit_all(rows, left, held_out)
     page = [f"# Fits of {rows.run.nunique()} runs", "", "[95 % interval], by bootstrap.", ""]
-    page += isoflop_lines(result["isoflop"])
+    if result["isoflop"]["budgets"]:
+        page += isoflop_table(result["isoflop"])
+    for name, line in result["isoflop"]["power_laws"].items():
+        page.append(f"- best {name} ~ C^{span(line[0])}")
     errors = {}
-    for name in LAWS:
-        if name in result:
-            page.append(law_line(name, result[name]))
-            errors[f"{name}, fitted runs"] = result[name].errors
+    fitted = [name for name in LAWS if name in result]
+    for name in fitted:
+        page.append(law_line(name, result[name]))
+        errors[f"{name}, fitted runs"] = result[name].errors
+        if result[name].held_out:
             errors[f"{name}, held-out runs"] = result[name].held_out
-    page += [f"- left out: {text}" for text in left]
-    page.append("")
+    page += [*(f"- left out: {text}" for text in left), ""]
     if "test_time" in result:
         page += number_table("test-time law, mean over runs", result["test_time"]["table"])
-    page += number_table("law", {name: scores for name, scores in errors.items() if scores})
+    page += number_table("law", errors)
     print(*page, sep="\n")
     out.mkdir(parents=True, exist_ok=True)
     (out / "fit.json").write_text(json.dumps(result, default=plain), encoding="utf-8")
     page += [f"![]({name}.png)" for name in law_figures.draw_all(result, rows, held_out, out)]
     (out / "fit.md").write_text("\n".join(page), encoding="utf-8")
     return result
-
-
-def fit_lines(lines: list[dict], held_out: list[dict], out: Path) -> dict:
-    """The fits of the ledger's lines."""
-    return write_fit(rows_of(lines), rows_of(held_out), out)
 
 
 def number_table(name: str, rows: dict[str, dict]) -> list[str]:
@@ -141,29 +134,24 @@ def span(values) -> str:
     return f"{fit:.4g} [{low:.4g}, {high:.4g}]"
 
 
-def isoflop_lines(iso: dict) -> list[str]:
-    lines = []
-    for budget in iso["budgets"]:
-        flops = budget["budget"]
-        text = f"- {flops:.2g} FLOPs: loss {budget['loss']:.4f} at mu_rec {span(budget['mu'])}, "
-        text += f"tokens {span(budget['tokens'])}"
-        if not budget["inside"]:
-            text += "; an end of the grid, not in the power laws"
-        text += f"; slope {budget['slope']:+.4f} nats a doubling of mu_rec"
-        if flops in iso["fixed_depth"]:
-            text += f"; fixed depth 1: {iso['fixed_depth'][flops]:.4f}"
-        lines.append(text)
-    for name, line in iso["power_laws"].items():
-        lines.append(f"- best {name} ~ C^{span(line[0])}")
-    return lines
+def isoflop_table(iso: dict) -> list[str]:
+    rows = []
+    for found in iso["budgets"]:
+        flops = found["budget"]
+        at = span(found["mu"])
+        if not found["inside"]:
+            at += ", an end of the grid"
+        slope = f"{found['slope']:+.4f}"
+        fixed = fmt(iso["fixed_depth"].get(flops))
+        loss = fmt(found["loss"])
+        rows.append([f"{flops:.2g}", loss, at, span(found["tokens"]), slope, fixed])
+    slope = "slope, nats a doubling of mu_rec"
+    return table(["FLOPs", "lowest loss", "mu_rec", "tokens", slope, "fixed depth 1"], rows)
 
 
 def law_line(name: str, fitted: laws.Fit) -> str:
-    values = np.exp(fitted.logs)
-    said = []
-    for key in fitted.law:
-        resampled = values[:, laws.PARAMS.index(key)]
-        said.append(f"{key} {span(resampled)}")
+    values = np.exp(fitted.logs).T
+    said = [f"{key} {span(values[laws.PARAMS.index(key)])}" for key in fitted.law]
     return f"- {name}: {', '.join(said + fitted.at_bound)}"
 
 
@@ -178,7 +166,7 @@ class Known:
     logs: np.ndarray  # of the law of training
     grid: range  # of mu_rec that it was fitted on
     optima: dict[float, float]  # the measured best mu_rec by FLOPs
-    exponent: float | None  # of their power law
+    power_law: list[float] | None  # exponent and ln k of the best mu_rec in the FLOPs
 
 
 def of_paper(preset: str) -> Known:
@@ -186,7 +174,9 @@ def of_paper(preset: str) -> Known:
         advice = "fit one (studies.experiments isoflop) and give --fit DIR/fit.json"
         fail(f"the paper has no law for --preset {preset}; {advice}")
     optima = laws.PAPER_OPTIMA[preset]
-    return Known("the paper", laws.PAPER[preset], range(2, 13), optima, laws.PAPER_EXPONENT)
+    exponent = laws.PAPER_EXPONENT
+    log_k = np.mean([math.log(mu / flops**exponent) for flops, mu in optima.items()])
+    return Known("the paper", laws.PAPER[preset], range(2, 13), optima, [exponent, log_k])
 
 
 def of_fit(path: Path, preset: str) -> Known:
@@ -194,27 +184,16 @@ def of_fit(path: Path, preset: str) -> Known:
     if "train" not in result:
         fail(f"{path} has no law of training, and says in left_out why; fit more runs")
     for mu, n_eff in result["n_eff"].items():
-        cfg = laws.at_mu(preset, int(mu))
-        if not math.isclose(laws.effective_params(cfg), n_eff, rel_tol=0.01):
+        if laws.effective_params(laws.at_mu(preset, int(mu))) != n_eff:
             fail(f"{path} is of another model than --preset {preset}; name its preset")
     mus = [int(mu) for mu in result["n_eff"] if mu != "1"]
-    grid = range(min(mus), max(mus) + 1)
     iso = result["isoflop"]
-    inner = [found for found in iso["budgets"] if found["inside"]]
-    optima = {found["budget"]: found["mu"][0] for found in inner}
-    exponent = None
+    optima = {found["budget"]: found["mu"][0] for found in iso["budgets"] if found["inside"]}
+    power_law = None
     if "mu" in iso["power_laws"]:
-        exponent = iso["power_laws"]["mu"][0][0]
+        power_law = [values[0] for values in iso["power_laws"]["mu"]]
     logs = np.array(result["train"]["logs"])
-    return Known(str(path), logs, grid, optima, exponent)
-
-
-def power_law_mu(known: Known, flops: float) -> float:
-    """The best mu_rec by the power law through the measured optima."""
-    budgets = np.array(list(known.optima))
-    mus = np.array(list(known.optima.values()))
-    log_k = np.log(mus / budgets**known.exponent).mean()
-    return math.exp(log_k) * flops**known.exponent
+    return Known(str(path), logs, range(min(mus), max(mus) + 1), optima, power_law)
 
 
 def advise(args) -> None:
@@ -226,30 +205,27 @@ def advise(args) -> None:
     models = [laws.at_mu(args.preset, mu) for mu in known.grid]
     N = [laws.effective_params(cfg) for cfg in models]
     D = [args.flops / cfg.flops_per_token() for cfg in models]
-    loss = laws.predict(known.logs, N, D)
+    loss = laws.predict(known.logs, N, D)  # (1 + bootstraps, grid)
     best = loss[0].argmin()
     mu = known.grid[best]
-    edge = ""
+    law = f"law L(mu, D), {known.source}: mu_rec {mu}"
     if mu in (first, last):
-        edge = f"; an end of the grid {first} … {last}, no minimum"
-    law = f"law L(mu, D), {known.source}: mu_rec {mu}{edge}, {D[best]:.4g} tokens, "
-    law += f"loss {loss[0, best]:.4f} nats/token"
+        law += f"; an end of the grid {first} … {last}, no minimum"
+    law += f", {D[best]:.4g} tokens, loss {loss[0, best]:.4f} nats/token"
     if known.optima:
-        said = ", ".join(f"{mu:.3g} at {flops:.3g}" for flops, mu in known.optima.items())
-        print(f"measured optima, {known.source}: mu_rec {said} FLOPs")
-    if known.exponent:
-        power = power_law_mu(known, args.flops)
+        optima = ", ".join(f"{mu:.3g} at {flops:.3g}" for flops, mu in known.optima.items())
+        print(f"measured optima, {known.source}: mu_rec {optima} FLOPs")
+    if known.power_law:
+        exponent, log_k = known.power_law
+        power = math.exp(log_k) * args.flops**exponent
         mu = round(np.clip(power, first, last))
+        said = f"power law C^{exponent:.2f} through them: mu_rec {power:.3g}"
         within = min(known.optima) <= args.flops <= max(known.optima)
-        note = "" if within else "; beyond the measured budgets"
-        law_of_mu = f"power law C^{known.exponent:.2f} through them"
-        print(f"{law_of_mu}: mu_rec {power:.3g} at {args.flops:g} FLOPs{note}")
+        print(f"{said} at {args.flops:g} FLOPs{'' if within else '; beyond the measured budgets'}")
     print(law)
     if len(loss) > 1:
         low, _, high = law_figures.low_fit_high(loss[:, best])
-        least, _, most = law_figures.low_fit_high(first + loss.argmin(1))
-        losses = f"loss {low:.4f} to {high:.4f}"
-        print(f"95 % of bootstraps over runs: {losses}, mu_rec {least:g} to {most:g}")
+        print(f"95 % of bootstraps over runs: loss {low:.4f} to {high:.4f}")
     print(f"python train.py --preset {args.preset} --mu-rec {mu} --flops {args.flops:g}")
 
 
@@ -257,8 +233,9 @@ def advise(args) -> None:
 
 
 def fit(args) -> None:
-    result = fit_lines(lines_of(args.runs), lines_of(args.held_out), args.out)
-    if not result["isoflop"]["budgets"] and result.keys() <= {"n_eff", "left_out", "isoflop"}:
+    rows = rows_of(lines_of(args.runs))
+    result = write_fit(rows, rows_of(lines_of(args.held_out)), args.out)
+    if not result["isoflop"]["budgets"] and result.keys() == {"n_eff", "left_out", "isoflop"}:
         advice = "`python -m studies.experiments isoflop --dry-run` prints a grid of runs that can"
         fail(f"no law can be fitted to {args.runs[0]} and the others: see above; {advice}")
 

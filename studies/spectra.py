@@ -27,19 +27,20 @@ from looped.files import write_atomic
 from looped.randomness import SEED_EVAL, sequence_key
 from model import discretise, load_run
 
-SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # depths of the tables and of the curves over training
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # measured, up to --loops
 SPECTRA = {"rho": "ρ(Ā)", "carry_norm": "‖Ā‖", "write_norm": "‖B̄‖", "readout_norm": "‖C‖"}
 QUANTILES = {"least": 0.0, "a tenth": 0.1, "median": 0.5, "nine tenths": 0.9, "largest": 1.0}
 EXPLANATION = (
     "norms over channels, mean over tokens. ρ(Ā) and the spectral norms are of the linear part of "
     "a loop alone, without its blocks."
 )
-NOT_LOADED = (FileNotFoundError, ValueError, RuntimeError)
-OVER_TRAINING = {  # quantity: label of its figure over training
+QUANTITIES = {  # what is measured: its label
+    "state": "state norm ‖h_T‖ by T",
+    "residual": "residual ‖h_T − h_(T−1)‖ by T",
     "prelude": "norm after the prelude's stages",
     "first loop": "norm in the first loop",
-    "state": "state norm ‖h_T‖",
-    "expansion": "expansion ‖C h_T‖ / ‖h_T‖",
+    "expansion": "expansion ‖C h_T‖ / ‖h_T‖ by T",
     "spectra": "spectral radius and norms",
     "decay": "decay, quantiles over channels",
     "gain/Δ": "gain / Δ, quantiles over channels",
@@ -51,64 +52,66 @@ def mean_norm(x) -> float:
     return x.double().norm(dim=-1).mean().item()
 
 
-def norms_through(modules, run):
-    """(run()'s result, norms of the first module's input and of each module's output) while run()
-    calls them.
+def norms_through(stages: list[str], modules, run):
+    """(run()'s result, {stage: norm} of the first module's input and of each module's output) while
+    run() calls them.
     """
     norms = []
-    hooks = [modules[0].register_forward_pre_hook(lambda _, x: norms.append(mean_norm(x[0])))]
-    for module in modules:
-        hooks.append(module.register_forward_hook(lambda _, x, y: norms.append(mean_norm(y))))
-    try:
-        return run(), norms
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def note(module, inputs, output):
+        if not norms:
+            norms.append(mean_norm(inputs[0]))
+        norms.append(mean_norm(output))
+
+    hooks = [module.register_forward_hook(note) for module in modules]
+    result = run()
+    for hook in hooks:
+        hook.remove()
+    return result, dict(zip(stages, norms))
 
 
 @torch.no_grad()
 def stage_norms(model, ids, keys) -> dict:
     """Norms after the stages of the prelude and of loop 1.
 
-    The prelude's: the embedding, each block, and the prelude norm (e). Loop 1's: h_0, after the
-    injection, each core block and, in the raw loop, the subtraction of e. A mechanism acts on
-    what comes out of that.
+    The prelude's: the embedding, each block, and the prelude norm (e) if there is one. Loop 1's:
+    h_0, after the injection, each core block and, in the raw loop, the subtraction of e. A
+    mechanism acts on what comes out of that.
     """
-    cfg = model.cfg
-    last = cfg.n_prelude + cfg.n_core
+    first = model.cfg.n_prelude
+    last = first + model.cfg.n_core
     names = [f"block {i + 1}" for i in range(last)]
-    prelude = list(model.blocks[: cfg.n_prelude])
-    if cfg.prelude_norm:
+    prelude = list(model.blocks[:first])
+    if model.cfg.prelude_norm:
         prelude.append(model.norm_e)
-    (h, inputs), norms = norms_through(prelude, lambda: model.before(ids, keys))
-    stages = ["embedding", *names[: cfg.n_prelude], "e"]
-    found = {"prelude": dict(zip(stages, [*norms, norms[-1]]))}
+    stages = ["embedding", *names[:first], "e"]
+    (h, inputs), before = norms_through(stages, prelude, lambda: model.before(ids, keys))
     t = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-    core = model.blocks[cfg.n_prelude : last]
-    x, norms = norms_through(core, lambda: model.core_step(h, inputs, t))
-    stages = ["h_0", "injection", *names[cfg.n_prelude :]]
-    found["first loop"] = dict(zip(stages, [mean_norm(h), *norms]))
-    if cfg.injection == "none":
-        found["first loop"]["less e"] = mean_norm(x)
-    return found
+    core = model.blocks[first:last]
+    stages = ["injection", *names[first:]]
+    x, loop = norms_through(stages, core, lambda: model.core_step(h, inputs, t))
+    loop = {"h_0": mean_norm(h)} | loop
+    if model.cfg.injection == "none":
+        loop["less e"] = mean_norm(x)
+    return {"prelude": before, "first loop": loop}
 
 
 @torch.no_grad()
 def loop_norms(model, ids, keys, loops: int) -> dict:
-    """{"state": {T: ‖h_T‖}, "residual": {T: ‖h_T - h_(T-1)‖}, "expansion": {T: ‖C h_T‖/‖h_T‖}}, T
-    up to loops.
+    """{"state": {T: ‖h_T‖}, "residual": {T: ‖h_T - h_(T-1)‖}, "expansion": {T: ‖C h_T‖/‖h_T‖}}, at
+    DEPTHS up to loops.
     """
     found = {"state": {}, "residual": {}, "expansion": {}}
     previous = None
     for depth, h in model.states(ids, list(range(loops + 1)), keys):
-        found["state"][depth] = mean_norm(h)
-        if previous is not None:
-            found["residual"][depth] = mean_norm(h.double() - previous.double())
-        if model.C is not None and depth:
-            read = model.C(h).double().norm(dim=-1)
-            ratio = read / h.double().norm(dim=-1)
+        if depth in DEPTHS:
+            found["state"][depth] = mean_norm(h)
+        if depth in DEPTHS[1:]:
+            found["residual"][depth] = mean_norm(h.double() - previous)
+        if depth in DEPTHS[1:] and model.C is not None:
+            ratio = model.C(h).double().norm(dim=-1) / h.double().norm(dim=-1)
             found["expansion"][depth] = ratio.mean().item()
-        previous = h
+        previous = h.double()
     return found
 
 
@@ -120,10 +123,9 @@ def channels(model) -> dict:
     rates = (model.injection.A_log, model.injection.dt_bias)
     decay, gain = discretise(*rates, model.cfg.gain)
     _, dt = discretise(*rates, "euler")
-    found = {}
-    for name, values in (("decay", decay), ("gain/Δ", gain / dt)):
-        found[name] = {key: values.quantile(q).item() for key, q in QUANTILES.items()}
-    return found
+    q = torch.tensor(list(QUANTILES.values()), device=dt.device)
+    found = {"decay": decay.quantile(q), "gain/Δ": (gain / dt).quantile(q)}
+    return {name: dict(zip(QUANTILES, values.tolist())) for name, values in found.items()}
 
 
 def measure(model, ids, loops: int) -> dict:
@@ -134,35 +136,37 @@ def measure(model, ids, loops: int) -> dict:
     return found | {"spectra": model.spectra()} | channels(model)
 
 
+def open_run(path: Path) -> tuple:
+    """-> (model, its ModelConfig, the run's config.json); what is no run is refused."""
+    unusable = (FileNotFoundError, ValueError, RuntimeError)
+    with outside(f"{path} cannot be loaded", "give a run of train.py", unusable):
+        return load_run(path, DEVICE)
+
+
 def tokens_of(path: Path, config: dict, args):
     """Validation rows (rows, T) for a run, from --data or from its own rows."""
-    folder = args.data or config["data"]["path"]
-    packed = PackedData(folder)
-    own = packed.manifest["tokenizer_sha256"] == config["tokenizer"]["sha256"]
-    most = config["model"]["seq_len"]
-    if not own or packed.seq_len > most:
-        needed = f"rows of its own tokenizer, of {most} tokens at most"
-        fail(f"{folder} does not fit {path}: it needs {needed}")
+    packed = PackedData(args.data or config["data"]["path"])
+    if packed.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
+        fail(f"{packed.folder} does not fit {path}: it needs rows of its own tokenizer")
     count = min(args.rows, packed.rows("val"))
     block = torch.from_numpy(packed.get("val", np.arange(count)))
-    return block[:, :-1].to(args.device)
+    return block[:, :-1][:, : config["model"]["seq_len"]].to(DEVICE)
 
 
 def measure_run(path: Path, args) -> list[dict]:
     """What is measured of a run's newest checkpoint or, with --checkpoints, of each by step."""
-    with outside(f"{path} cannot be loaded", "give a run of train.py", NOT_LOADED):
-        model, cfg, config = load_run(path, args.device)
+    model, cfg, config = open_run(path)
     if cfg.n_core == 0:
         fail(f"{path} has no loop to look into; leave it out")
     ids = tokens_of(path, config, args)
-    about = {name: getattr(cfg, name) for name in ("mu_rec", "injection", "gain", "mechanism")}
-    about |= {"name": path.name, "tokens": ids.numel()}
+    files = sorted(path.glob("step_*.pt"))
     if not args.checkpoints:
-        return [about | measure(model, ids, args.loops)]
+        files = files[-1:]
     found = []
-    for file in sorted(path.glob("step_*.pt")):
+    for file in files:
         model.load_state_dict(read_checkpoint(file)["model"])
-        about |= {"name": file.stem, "step": step_of(file)}
+        step = step_of(file)
+        about = {"name": f"{path.name}, step {step}", "step": step, "tokens": ids.numel()}
         found.append(about | measure(model, ids, args.loops))
     return found
 
@@ -171,59 +175,38 @@ def measure_run(path: Path, args) -> list[dict]:
 
 
 def frame_of(runs: list[dict], key: str) -> pd.DataFrame:
-    """A row for each depth or stage that any run has, a column for each run."""
+    """A row for each depth, stage or quantile that any run has, a column for each run."""
     values = [run.get(key, {}) for run in runs]
-    return pd.DataFrame(values, index=[run["name"] for run in runs], dtype=float).T
+    frame = pd.DataFrame(values, index=[run["name"] for run in runs], dtype=float).T
+    return frame.rename(index=SPECTRA).dropna(how="all")
 
 
-def by_depth(runs: list[dict], key: str, ylabel: str, **settings) -> Panel:
-    frame = frame_of(runs, key)
-    depths = frame.index.to_numpy()
-    curves = [(depths, values.to_numpy()) for _, values in frame.items()]
-    return Panel("loops T", ylabel, curves, settings)
-
-
-def by_stage(runs: list[dict], key: str) -> Panel:
-    """A panel of norms by stage; the runs may have different numbers of blocks."""
-    frame = frame_of(runs, key)
+def panel_of(runs: list[dict], key: str) -> Panel:
+    """Against depth or stage, a curve for each run; the runs may have different numbers of blocks."""
     curves = []
-    for _, values in frame.items():
-        known = np.flatnonzero(values.notna())
-        curves.append((known, values.to_numpy()[known]))
-    settings = {"xticks": range(len(frame)), "xticklabels": frame.index, "yscale": "log"}
-    return Panel(f"{key}, after", "norm, mean over tokens", curves, settings)
+    for _, values in frame_of(runs, key).items():
+        known = values.dropna()
+        curves.append((known.index.to_numpy(), known.to_numpy()))
+    xlabel = "loops T" if QUANTITIES[key].endswith("by T") else "stage"
+    return Panel(xlabel, QUANTITIES[key], curves, {"yscale": "log"})
 
 
 def newest_figure(runs: list[dict], out: Path) -> list[str]:
-    panels = [
-        by_depth(runs, "state", "state norm ‖h_T‖", yscale="log"),
-        by_depth(runs, "residual", "residual ‖h_T − h_(T−1)‖", yscale="log"),
-        by_stage(runs, "prelude"),
-        by_stage(runs, "first loop"),
-        by_depth(runs, "expansion", "expansion ‖C h_T‖ / ‖h_T‖"),
-    ]
+    panels = [panel_of(runs, key) for key in list(QUANTITIES)[:5]]
     caption = "State, residual and expansion by loops; norms by stage."
     return figure(out / "norms.png", caption, [run["name"] for run in runs], panels)
 
 
 def training_figures(found: list[dict], out: Path) -> list[str]:
-    """A figure for each quantity, a curve for each of its keys: stage, depth, quantile of the
-    channels.
-    """
-    steps = np.array([entry["step"] for entry in found])
+    """A figure for each quantity, a curve for each depth, stage or quantile of the channels."""
+    steps = [entry["step"] for entry in found]
     lines = []
-    for key, ylabel in OVER_TRAINING.items():
-        names = []
-        curves = []
-        for name, values in frame_of(found, key).iterrows():
-            if isinstance(name, int) and name not in SHOWN:
-                continue
-            names.append(SPECTRA.get(name, f"T = {name}" if name in SHOWN else name))
-            curves.append((steps, values.to_numpy()))
-        file = key.removesuffix("/Δ").replace(" ", "-")
-        picture = out / f"training-{file}.png"
-        panel = Panel("step", ylabel, curves)
-        lines += figure(picture, f"Over training: {ylabel}.", names, [panel])
+    for key, label in QUANTITIES.items():
+        frame = frame_of(found, key)
+        curves = [(steps, values.to_numpy()) for _, values in frame.iterrows()]
+        picture = out / f"training-{key.removesuffix('/Δ').replace(' ', '-')}.png"
+        panel = Panel("step", label, curves)
+        lines += figure(picture, f"Over training: {label}.", list(map(str, frame.index)), [panel])
     return lines
 
 
@@ -231,21 +214,11 @@ def page(runs: list[dict], pictures: list[str]) -> list[str]:
     names = [run["name"] for run in runs]
     lines = [f"# Norms in the loop: {', '.join(names)}", ""]
     lines += [f"{runs[0]['tokens']:,} validation tokens; {EXPLANATION}", "", *pictures]
-    about = ["injection", "gain", "mechanism"]
-    rows = []
-    for run in runs:
-        weights = [fmt(run["spectra"][name]) for name in SPECTRA]
-        depth = min(run["mu_rec"], max(run["state"]))
-        expansion = run["expansion"].get(depth)
-        kind = [run[name] for name in about]
-        rows.append([run["name"], *kind, *weights, fmt(expansion)])
-    lines += table(["run", *about, *SPECTRA.values(), "‖Cx‖/‖x‖ at mu_rec"], rows)
-    for title in ("state", "residual", "prelude", "first loop"):
-        frame = frame_of(runs, title)
-        if title in ("state", "residual"):
-            frame = frame[frame.index.isin([0, *SHOWN])]
-        body = frame.map(fmt, spec=".4g").reset_index().to_numpy()
-        lines += [f"## {title.capitalize()}", "", *table([title, *names], body)]
+    for key, label in QUANTITIES.items():
+        frame = frame_of(runs, key).map(fmt, spec=".4g")
+        if len(frame):
+            rows = frame.reset_index().to_numpy()
+            lines += [f"## {label}", "", *table([key, *names], rows)]
     return lines
 
 
@@ -258,8 +231,6 @@ def main(argv=None):
     add("--data", type=Path, help="folder of packed rows (default: the run's own)")
     add("--rows", type=positive_int, default=32, help="validation rows (default: %(default)s)")
     add("--loops", type=positive_int, default=24, help="largest T (default: %(default)s)")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, choices=("cpu", "cuda"), help="default: a GPU, if there is one")
     args = parser.parse_args(argv)
     if args.checkpoints and len(args.runs) > 1:
         fail(f"--checkpoints is for one run, not {len(args.runs)}")
@@ -267,9 +238,6 @@ def main(argv=None):
     runs = []
     for path in args.runs:
         runs += measure_run(path, args)
-    if args.checkpoints and len(runs) < 2:
-        advice = "train with --keep-every N to keep one every N steps"
-        fail(f"{args.runs[0]} has one checkpoint; {advice}")
     out.mkdir(parents=True, exist_ok=True)
     pictures = training_figures(runs, out) if args.checkpoints else newest_figure(runs, out)
     lines = page(runs, pictures)

@@ -81,6 +81,17 @@ def test_lengths_are_tokens_a_parameter_or_the_sources():
     assert tokens[::2] == [0.2e9, 0.5e9, 0.2e9, 0.5e9, 11.2e9]
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_command_of_every_scale_gets_as_far_as_its_trainings(
+    name, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for scale in EXPERIMENTS[name].scales:
+        experiments.main([name, "--scale", scale, "--seeds", "0", "--data", "rows", "--dry-run"])
+        commands = capsys.readouterr().out.splitlines()
+        assert f"# {len(commands) - 1} of {len(commands) - 1} trainings are left" in commands[-1]
+
+
 def test_fixed_depth_one_is_the_isoflop_grids_baseline():
     args = arguments("isoflop")
     jobs = experiments.jobs_of(args, tables_of("isoflop", "nano"))
@@ -168,7 +179,7 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
     command = ["components", "--seeds", "0", "--data", str(packed), "--out", "results/x.1"]
     wanted = [*command, "--only", "RDM;prelude norm", "--", *SIZES]
     experiments.main(wanted)
-    lines = {line["settings"]["injection"]: line for line in ledger.read_ledger(ledger.LEDGER)}
+    lines = {line["settings"]["injection"]: line for line in ledger.read_ledger()}
     text = (here / "results/x.1.md").read_text()
     rows = {"diagonal": "+ prelude norm", "concat": "RDM: concat, per batch"}
     for injection, row in rows.items():
@@ -242,7 +253,7 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
         "1 of the trainings failed",
         "is damaged",
     )
-    assert [line["run"] for line in ledger.read_ledger(ledger.LEDGER)] == [str(jobs[1].path)]
+    assert [line["run"] for line in ledger.read_ledger()] == [str(jobs[1].path)]
 
 
 @pytest.mark.parametrize("line, words", [
@@ -259,7 +270,7 @@ def test_bad_input_is_refused_in_one_line(line, words, capsys, here):
 
 
 def test_a_damaged_ledger_is_named(here, capsys):
-    ledger.append(ledger.LEDGER, {"no": "run"})
+    ledger.append({"no": "run"})
     refused(
         capsys,
         lambda: experiments.main(["gains", "--page"]),

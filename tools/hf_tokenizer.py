@@ -56,39 +56,23 @@ def tokenizer_to_hf(path) -> dict:
     data = json.loads(Path(path).read_text())
     tokens = [base64.b64decode(token) for token in data["ranks"]]
     vocab = {visible(token): i for i, token in enumerate(tokens)}
-    pairs = [[visible(a), visible(b)] for a, b in merges(tokens)]
-    model = {
-        "type": "BPE",
-        "ignore_merges": True,
-        "vocab": vocab | data["specials"],
-        "merges": pairs,
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-    }
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    model = {"type": "BPE", "ignore_merges": True, "vocab": vocab | data["specials"]}
+    model["merges"] = [[visible(a), visible(b)] for a, b in merges(tokens)]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = []
     for name, i in data["specials"].items():
         added.append({"id": i, "content": name, **flags, "special": True})
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    level["trim_offsets"] = True
     pattern = {"Regex": data["pattern"]}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     return {
         "version": "1.0",
         "added_tokens": added,
+        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
         "decoder": level,
         "model": model,
-        "truncation": None,
-        "padding": None,
-        "normalizer": None,
-        "post_processor": None,
     }
 
 

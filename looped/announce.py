@@ -1,5 +1,4 @@
-"""What a run is, in words and as records: config.json, its first lines on the screen, its line of
-results.
+"""What a run is, in words and as records: config.json, its first lines on the screen.
 
 `run` is train.py's Run; `args` its settled flags.
 """
@@ -8,7 +7,6 @@ import dataclasses
 import os
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -111,22 +109,3 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit) -> dict:
     if cfg.n_core and cfg.granularity == "token":
         chosen["rows"] = ("all, at every loop", "tokens have depths of their own")
     return chosen
-
-
-def result_row(run, result: dict) -> dict:
-    """The run's line in results.tsv."""
-    cfg = run.cfg
-    loss = result["loss"][str(cfg.mu_rec)]
-    commit = run.config["git"]["commit"] or ""
-    return {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "run": run.folder,
-        "preset": run.args.preset,
-        "gain": cfg.gain,
-        "seed": run.args.seed,
-        "params": run.config["params"],
-        "tokens": run.steps * run.args.batch_size * cfg.seq_len,
-        "depth": cfg.mu_rec,
-        "val_loss": f"{loss:.6f}",
-        "commit": commit[:10],
-    }

@@ -18,7 +18,7 @@ from looped.memory import (
     GIB,
     Memory,
     Step,
-    largest_part,
+    device_batches,
     matrix_stacks,
     predict_memory,
     steps_to_try,
@@ -115,10 +115,7 @@ def step_that_fits(cfg: ModelConfig, batch: int, base: Step, card: Card) -> Step
     """What train.py would try first: the largest device batch that divides its share of the batch and is predicted to
     fit the card.
     """
-    counts = []
-    rows = LARGEST_DEVICE_BATCH + 1
-    while rows := largest_part(rows - 1, batch, base.world):
-        counts.append(rows)
+    counts = device_batches(LARGEST_DEVICE_BATCH, batch, base.world)
     room = usable(card.memory * GIB - CONTEXT)
     for step in steps_to_try(cfg, base, counts, [0, CHUNK], FEW_TOKENS):
         if predict_memory(cfg, step).peak() <= room:

@@ -235,12 +235,6 @@ def fetch_bundle(path=BUNDLE, url=URL):
         fail(f"cannot fetch {url} ({e}); {advice}")
 
 
-def read_zip(path) -> list[tuple[str, bytes]]:
-    """(name, content) of every .jsonl file of a zip, of which nothing is unpacked."""
-    with zipfile.ZipFile(path) as z:
-        return [(name, z.read(name)) for name in z.namelist() if name.endswith(".jsonl")]
-
-
 def open_bundle(path) -> tuple[dict[str, bytes], str]:
     """The zip, or the folder it holds -> ({folder/file: content}, SHA-256)."""
     path = Path(path).resolve()
@@ -251,7 +245,9 @@ def open_bundle(path) -> tuple[dict[str, bytes], str]:
     else:
         advice = "give another one, or its folder, with --bundle PATH"
         with outside(f"{path} is not a usable zip file", advice, UNREADABLE):
-            found = read_zip(path)
+            with zipfile.ZipFile(path) as z:
+                names = [name for name in z.namelist() if name.endswith(".jsonl")]
+                found = [(name, z.read(name)) for name in names]
             digest = file_hash(path)
     files = {}
     origin = {}

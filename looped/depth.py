@@ -92,26 +92,23 @@ def draw(cfg, u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return DEPTH_LAWS[cfg.sampling](cfg.mu_rec, cfg.mu_bwd, u, v)
 
 
-# Granularities: from a function that draws that many depths, those of a step of `batch` sequences
-# of `tokens` tokens.
+# Granularities: (sequences of a step, tokens of a sequence) -> the number of the draw that each
+# sequence, or token, takes.
 
 
-def by_sequence(draw_depths, batch: int, tokens: int):
-    """Every sequence draws its own depth: n and k (batch,)."""
-    return draw_depths(batch)
+def by_sequence(batch: int, tokens: int) -> np.ndarray:
+    """Every sequence draws its own depth: (batch,)."""
+    return np.arange(batch)
 
 
-def by_batch(draw_depths, batch: int, tokens: int):
-    """BATCH_GROUP consecutive sequences share a depth: n and k (batch,)."""
-    group = np.arange(batch) // BATCH_GROUP
-    n, k = draw_depths(math.ceil(batch / BATCH_GROUP))
-    return n[group], k[group]
+def by_batch(batch: int, tokens: int) -> np.ndarray:
+    """BATCH_GROUP consecutive sequences share a depth: (batch,)."""
+    return np.arange(batch) // BATCH_GROUP
 
 
-def by_token(draw_depths, batch: int, tokens: int):
-    """Every token draws its own depth: n and k (batch, tokens)."""
-    n, k = draw_depths(batch * tokens)
-    return n.reshape(batch, tokens), k.reshape(batch, tokens)
+def by_token(batch: int, tokens: int) -> np.ndarray:
+    """Every token draws its own depth: (batch, tokens)."""
+    return np.arange(batch * tokens).reshape(batch, tokens)
 
 
 GRANULARITIES = {"sequence": by_sequence, "batch": by_batch, "token": by_token}
@@ -124,12 +121,8 @@ def sample_depths(cfg, seed: int, step: int, batch: int) -> tuple[np.ndarray, np
     (seed, step, sequence).
     """
     key = sequence_key(seed, SEED_DEPTH, step)
-
-    def draw_depths(count: int):
-        index = np.arange(count)
-        return draw(cfg, uniforms(key, index), uniforms(sequence_key(key, 2), index))
-
-    return GRANULARITIES[cfg.granularity](draw_depths, batch, cfg.seq_len)
+    index = GRANULARITIES[cfg.granularity](batch, cfg.seq_len)
+    return draw(cfg, uniforms(key, index), uniforms(sequence_key(key, 2), index))
 
 
 @functools.cache
@@ -182,8 +175,9 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     """
     of_rows = n.ndim == 1
     late = k.max() - k if of_rows else np.zeros_like(k)
-    indices = [np.full(n.shape, t) for t in range(n.max())]
-    lives = [n > t for t in range(n.max())]
+    without = int(n.max())  # loops without gradient
+    indices = [np.full(n.shape, t) for t in range(without)]
+    lives = [n > t for t in range(without)]
     for j in range(k.max()):
         indices.append(n + j - late)
         lives.append((late <= j) & (j < late + k))
@@ -194,7 +188,7 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     loops = []
     for number, live in enumerate(lives):
         active = int(live.sum()) if of_rows else len(n)
-        loop = Loop(number, active, on_device[number, :active], gradient=number >= n.max())
+        loop = Loop(number, active, on_device[number, :active], gradient=number >= without)
         if not of_rows:
             loop.live = tokens[number]
         loops.append(loop)

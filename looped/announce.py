@@ -65,9 +65,8 @@ def validation_cost(run) -> str:
     times = (run.steps - 1) // args.eval_every
     wanted = max(1, int(args.eval_tokens) // cfg.seq_len)  # rows
     tokens = min(wanted, run.data.rows("val")) * cfg.seq_len
-    flops = flops_at(cfg, depths[-1])
-    if cfg.n_core:  # what is not a loop, again for every further depth
-        flops += (len(depths) - 1) * flops_at(cfg, 1)
+    # what is not a loop, again for every further depth
+    flops = flops_at(cfg, depths[-1]) + (len(depths) - 1) * flops_at(cfg, 1)
     flops /= 3  # a backward pass is two forward passes
     training = run.config["flops_per_token"] * args.tokens
     share = times * tokens * flops / training
@@ -76,9 +75,7 @@ def validation_cost(run) -> str:
 
 
 def flops_at(cfg, depth: int) -> float:
-    """Training FLOPs per token at one depth."""
-    if cfg.n_core == 0:
-        return cfg.flops_per_token()
+    """Training FLOPs per token at one depth, which a flat model ignores."""
     fixed = dataclasses.replace(cfg, sampling="fixed", mu_rec=depth, mu_bwd=depth)
     return fixed.flops_per_token()
 

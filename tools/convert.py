@@ -211,8 +211,6 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
         "args": {},
         "model": asdict(cfg),
         "params": params,
-        "steps": 0,
-        "flops_per_token": cfg.flops_per_token(),
         "dtype": dtype,
         "tokenizer": place(run / "tokenizer.json"),
         "data": {"path": str(run / "rows"), "sha256": None},  # for rows that are packed there later

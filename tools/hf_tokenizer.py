@@ -56,14 +56,22 @@ def tokenizer_to_hf(path) -> dict:
     data = json.loads(Path(path).read_text())
     tokens = [base64.b64decode(token) for token in data["ranks"]]
     vocab = {visible(token): i for i, token in enumerate(tokens)}
-    model = {"type": "BPE", "ignore_merges": True, "vocab": vocab | data["specials"]}
-    model["merges"] = [[visible(a), visible(b)] for a, b in merges(tokens)]
+    model = {
+        "type": "BPE",
+        "ignore_merges": True,
+        "vocab": vocab | data["specials"],
+        "merges": [[visible(a), visible(b)] for a, b in merges(tokens)],
+    }
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = []
     for name, i in data["specials"].items():
         added.append({"id": i, "content": name, **flags, "special": True})
-    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    level["trim_offsets"] = True
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     pattern = {"Regex": data["pattern"]}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     return {

@@ -215,10 +215,9 @@ def main():
             )
         texts = [[] for _ in keys]
         start = time.perf_counter()
-        read_tokens = loops = 0
+        loops = []  # of every token that was read
         for drawn, taken in generate(model, prompt, keys, depth, how):
-            read_tokens += taken.numel()
-            loops += int(taken.sum())
+            loops += taken.flatten().tolist()
             for row, token in drawn.items():
                 if token not in stop:
                     texts[row].append(token)
@@ -229,7 +228,7 @@ def main():
             print(text + enc.decode_bytes(tokens).decode(errors="replace"))
         made = sum(map(len, texts))
         about = f"{made} tokens, {made / seconds:.0f} tokens/s, the prompt's reading included"
-        print(f"{about}; mean depth {loops / read_tokens:.2f}", file=sys.stderr)
+        print(f"{about}; mean depth {np.mean(loops):.2f}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -278,6 +278,8 @@ class Panel:
 
 def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Panel:
     """The panel with its rows, from a bundle; own: further tasks, with files of their own."""
+    if own and protocol == "lambada":
+        fail("--task goes with --panel core or core-extended, whose rules it is asked by")
     files, sha256 = open_bundle(path)
     files |= {task.file: Path(task.file).read_bytes() for task in own}
     panel = Panel(name, protocol, limit, [*PANELS[name], *own], sha256=sha256)

@@ -850,6 +850,7 @@ def test_ones_own_task_is_in_no_average_and_reruns_nothing(run, start, encoded, 
     for bad, said in (("no.jsonl:mc", "No such file"), (f"{mine}:xx", "no kind"), (f"{mine}:mc,shots=x", "shots"),
                       (f"{mine}:mc,chance=200", "chance"), (f"{mine}:mc,many=3", "delimiter")):  # fmt: skip
         refused(capsys, lambda: start("--task", bad), f"--task {bad}", said)  # noqa: B023
+    refused(capsys, lambda: start("--panel", "lambada", "--task", task), "--panel core")
 
 
 def test_nanochat_is_parcae_at_seed_1234(run, start, capsys):

@@ -9,8 +9,7 @@ Trains a looped language model, or its flat baseline, on packed rows of tokens.
 What a step sees (rows, depths, initial states) is a function of (seed, step, sequence in the step),
 whatever the number of ranks and the micro-batch; --batch-size is the optimiser's batch,
 --device-batch-size only what memory allows. A run directory holds config.json, log.jsonl, the
-tokenizer and the checkpoints; `--resume` continues it. A finished run gets a line in results.tsv of
-the folder `runs` above it.
+tokenizer and the checkpoints; `--resume` continues it.
 """
 
 import argparse
@@ -37,7 +36,7 @@ import torch.distributed as dist
 
 import core_eval
 from dataloader import PackedData
-from looped.announce import announce, choices_made, result_row, run_config
+from looped.announce import announce, choices_made, run_config
 from looped.checkpoint import MISFIT, join_writer, restore, save_checkpoint
 from looped.console import (
     Parser,
@@ -58,7 +57,7 @@ from looped.files import file_hash, read_checked
 from looped.machine import DEVICES, Place, best_dtype, distributed, leave, to_device
 from looped.memory import check_room, fit_memory
 from looped.randomness import SEED_STATE, sequence_key
-from looped.run_directory import RunLog, add_result, begun_dtype, is_finished, prepare_run
+from looped.run_directory import RunLog, begun_dtype, is_finished, prepare_run
 from looped.settings import DEVICE_BATCH, FINAL_DEPTHS, eval_depths, ramp_steps, settle
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
@@ -468,7 +467,7 @@ def open_evaluation(run: Run) -> None:
         run.panel = open_panel(args.bundle, limit=CORE_EXAMPLES, **share)
 
 
-def evaluate(run: Run, step: int, final: bool = False) -> dict:
+def evaluate(run: Run, step: int, final: bool = False) -> None:
     """Validation loss, to screen and log."""
     depths = eval_depths(run.args, run.cfg, final)
     place = run.place
@@ -482,7 +481,6 @@ def evaluate(run: Run, step: int, final: bool = False) -> dict:
     run.record("eval", step, **more)
     losses = "  ".join(f"{depth}: {loss:.4f}" for depth, loss in result["loss"].items())
     place.say(f"step {step}  validation loss at depth {losses}  ({result['eval_tokens']:,} tokens)")
-    return result
 
 
 def evaluate_core(run: Run, step: int) -> None:
@@ -726,7 +724,7 @@ def train(args, progress: dict) -> None:
     run = Run(args, cfg, config, folder, place, steps, data, model, optimizer)
     open_evaluation(run)
     if place.rank == 0:
-        run.log = RunLog(folder, config, args, place.device, first)
+        run.log = RunLog(folder, config, args, place.device)
     announce(run, first, choices)
     progress["step"] = first
     caught = catch_signals()
@@ -743,9 +741,7 @@ def train(args, progress: dict) -> None:
         saved = f"stopped after step {step} of {steps} and saved"
         place.say(f"{saved}; the same command with --resume continues")
     else:
-        result = evaluate(run, steps, final=True)
-        if place.rank == 0:
-            add_result(folder, result_row(run, result))
+        evaluate(run, steps, final=True)
     leave(place)
     if caught:
         sys.exit(128 + caught[0])

@@ -1,5 +1,4 @@
-"""What a run is, in words and as records: config.json, its first lines on the screen, its line of
-results.
+"""What a run is, in words and as records: config.json, its first lines on the screen.
 
 `run` is train.py's Run; `args` its settled flags.
 """
@@ -8,7 +7,6 @@ import dataclasses
 import os
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -67,9 +65,8 @@ def validation_cost(run) -> str:
     times = (run.steps - 1) // args.eval_every
     wanted = max(1, int(args.eval_tokens) // cfg.seq_len)  # rows
     tokens = min(wanted, run.data.rows("val")) * cfg.seq_len
-    flops = flops_at(cfg, depths[-1])
-    if cfg.n_core:  # what is not a loop, again for every further depth
-        flops += (len(depths) - 1) * flops_at(cfg, 1)
+    # what is not a loop, again for every further depth
+    flops = flops_at(cfg, depths[-1]) + (len(depths) - 1) * flops_at(cfg, 1)
     flops /= 3  # a backward pass is two forward passes
     training = run.config["flops_per_token"] * args.tokens
     share = times * tokens * flops / training
@@ -78,9 +75,7 @@ def validation_cost(run) -> str:
 
 
 def flops_at(cfg, depth: int) -> float:
-    """Training FLOPs per token at one depth."""
-    if cfg.n_core == 0:
-        return cfg.flops_per_token()
+    """Training FLOPs per token at one depth, which a flat model ignores."""
     fixed = dataclasses.replace(cfg, sampling="fixed", mu_rec=depth, mu_bwd=depth)
     return fixed.flops_per_token()
 
@@ -111,22 +106,3 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit) -> dict:
     if cfg.n_core and cfg.granularity == "token":
         chosen["rows"] = ("all, at every loop", "tokens have depths of their own")
     return chosen
-
-
-def result_row(run, result: dict) -> dict:
-    """The run's line in results.tsv."""
-    cfg = run.cfg
-    loss = result["loss"][str(cfg.mu_rec)]
-    commit = run.config["git"]["commit"] or ""
-    return {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "run": run.folder,
-        "preset": run.args.preset,
-        "gain": cfg.gain,
-        "seed": run.args.seed,
-        "params": run.config["params"],
-        "tokens": run.steps * run.args.batch_size * cfg.seq_len,
-        "depth": cfg.mu_rec,
-        "val_loss": f"{loss:.6f}",
-        "commit": commit[:10],
-    }

@@ -11,12 +11,13 @@ import hashlib
 import json
 import zipfile
 import zlib
+from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
-from looped.console import DAMAGE, fail, first_line, outside
+from looped.console import DAMAGE, fail, non_negative_int, number, outside
 from looped.corpus import GivenUpError, fetch, persistently
 from looped.files import file_hash
 
@@ -135,6 +136,14 @@ PANELS = {"core": TASKS[:22], "core-extended": TASKS, "lambada": [LAMBADA]}
 TITLES = {"core": "CORE", "core-extended": "CORE Extended", "lambada": "LAMBADA perplexity"}
 
 
+# how the settings of one's own task are read
+OWN = {
+    "shots": non_negative_int,
+    "chance": number(float, 0, 99.9, "a percentage below 100"),
+    "delimiter": DELIMITERS.__getitem__,
+}
+
+
 def own_task(text: str) -> Task:
     """FILE:KIND[,shots=N][,chance=PERCENT][,delimiter=space|line] -> a task in no average.
 
@@ -142,25 +151,20 @@ def own_task(text: str) -> Task:
     """
     path, _, settings = text.rpartition(":")
     kind, *pairs = settings.split(",")
+    given = {"shots": 0, "chance": 0.0, "delimiter": DELIMITERS["space"]}
     form = "give FILE:mc, :schema or :lm, then e.g. ,shots=5,chance=25,delimiter=line"
-    if kind not in FIELDS or not Path(path).is_file():
-        fail(f"--task {text}: {path!r} is no file, or {kind!r} no kind of task; {form}")
-    given = {"shots": "0", "chance": "0", "delimiter": "space"}
-    known = set(given)
-    try:
-        given.update(pair.split("=") for pair in pairs)
-        shots = int(given["shots"])
-        chance = float(given["chance"])
-        delimiter = DELIMITERS[given["delimiter"]]
-    except (ValueError, KeyError) as e:
-        fail(f"--task {text}: {first_line(e)}; {form}")
-    if given.keys() != known or shots < 0 or not 0 <= chance < 100:
-        fail(f"--task {text}: shots from 0, chance from 0 to below 100, delimiter; {form}")
-    content = Path(path).read_bytes() + settings.encode()
+    with outside(f"--task {text}", form, (*UNREADABLE, ArgumentTypeError)):
+        if kind not in FIELDS:
+            raise ValueError(f"{kind!r} is no kind of task")
+        content = Path(path).read_bytes() + settings.encode()
+        for pair in pairs:
+            name, value = pair.split("=")
+            given[name] = OWN[name](value)
     digest = hashlib.sha256(content).hexdigest()
     label = f"{Path(path).stem}-{digest[:8]}"
-    chances = {"v1": chance, "v2": chance}
-    return Task(label, path, kind, shots, delimiter, chances, index=int(digest[:12], 16))
+    chances = dict.fromkeys(("v1", "v2"), given["chance"])
+    index = int(digest[:12], 16)
+    return Task(label, path, kind, given["shots"], given["delimiter"], chances, index)
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -181,11 +185,12 @@ def check_row(task: Task, row: dict, with_category: bool) -> None:
     if with_category:
         wanted["category"] = str
     for name, kind in wanted.items():
-        if type(row.get(name)) is not kind:
-            found = repr(row[name])[:40] if name in row else "missing"
+        value = row.get(name)
+        if type(value) is not kind:
+            found = repr(value)[:40] if name in row else "missing"
             raise ValueError(f"{name} must be {WORDS[kind]}, and is {found}")
         if kind is list:
-            check_options(name, row[name], row["gold"])
+            check_options(name, value, row["gold"])
 
 
 def check_options(name: str, options: list, gold: int) -> None:
@@ -204,14 +209,14 @@ def parse_rows(blob: bytes, task: Task, with_category: bool = False) -> list[dic
     Lines end at \\n only: U+0085 occurs inside strings.
     """
     rows = []
-    for number, line in enumerate(blob.split(b"\n"), 1):
+    for i, line in enumerate(blob.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             check_row(task, row, with_category)
         except (ValueError, RecursionError) as e:
-            fail(f"{task.file}, line {number}: {e}; mend that line or get the file again")
+            fail(f"{task.file}, line {i}: {e}; mend that line or get the file again")
         rows.append(row)
     return rows
 
@@ -230,12 +235,6 @@ def fetch_bundle(path=BUNDLE, url=URL):
         fail(f"cannot fetch {url} ({e}); {advice}")
 
 
-def read_zip(path) -> list[tuple[str, bytes]]:
-    """(name, content) of every .jsonl file of a zip, of which nothing is unpacked."""
-    with zipfile.ZipFile(path) as z:
-        return [(name, z.read(name)) for name in z.namelist() if name.endswith(".jsonl")]
-
-
 def open_bundle(path) -> tuple[dict[str, bytes], str]:
     """The zip, or the folder it holds -> ({folder/file: content}, SHA-256)."""
     path = Path(path).resolve()
@@ -246,7 +245,9 @@ def open_bundle(path) -> tuple[dict[str, bytes], str]:
     else:
         advice = "give another one, or its folder, with --bundle PATH"
         with outside(f"{path} is not a usable zip file", advice, UNREADABLE):
-            found = read_zip(path)
+            with zipfile.ZipFile(path) as z:
+                names = [name for name in z.namelist() if name.endswith(".jsonl")]
+                found = [(name, z.read(name)) for name in names]
             digest = file_hash(path)
     files = {}
     origin = {}
@@ -277,6 +278,8 @@ class Panel:
 
 def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Panel:
     """The panel with its rows, from a bundle; own: further tasks, with files of their own."""
+    if own and protocol == "lambada":
+        fail("--task goes with --panel core or core-extended, whose rules it is asked by")
     files, sha256 = open_bundle(path)
     files |= {task.file: Path(task.file).read_bytes() for task in own}
     panel = Panel(name, protocol, limit, [*PANELS[name], *own], sha256=sha256)

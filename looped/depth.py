@@ -92,26 +92,23 @@ def draw(cfg, u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return DEPTH_LAWS[cfg.sampling](cfg.mu_rec, cfg.mu_bwd, u, v)
 
 
-# Granularities: from a function that draws that many depths, those of a step of `batch` sequences
-# of `tokens` tokens.
+# Granularities: (sequences of a step, tokens of a sequence) -> the number of the draw that each
+# sequence, or token, takes.
 
 
-def by_sequence(draw_depths, batch: int, tokens: int):
-    """Every sequence draws its own depth: n and k (batch,)."""
-    return draw_depths(batch)
+def by_sequence(batch: int, tokens: int) -> np.ndarray:
+    """Every sequence draws its own depth: (batch,)."""
+    return np.arange(batch)
 
 
-def by_batch(draw_depths, batch: int, tokens: int):
-    """BATCH_GROUP consecutive sequences share a depth: n and k (batch,)."""
-    group = np.arange(batch) // BATCH_GROUP
-    n, k = draw_depths(math.ceil(batch / BATCH_GROUP))
-    return n[group], k[group]
+def by_batch(batch: int, tokens: int) -> np.ndarray:
+    """BATCH_GROUP consecutive sequences share a depth: (batch,)."""
+    return np.arange(batch) // BATCH_GROUP
 
 
-def by_token(draw_depths, batch: int, tokens: int):
-    """Every token draws its own depth: n and k (batch, tokens)."""
-    n, k = draw_depths(batch * tokens)
-    return n.reshape(batch, tokens), k.reshape(batch, tokens)
+def by_token(batch: int, tokens: int) -> np.ndarray:
+    """Every token draws its own depth: (batch, tokens)."""
+    return np.arange(batch * tokens).reshape(batch, tokens)
 
 
 GRANULARITIES = {"sequence": by_sequence, "batch": by_batch, "token": by_token}
@@ -124,12 +121,8 @@ def sample_depths(cfg, seed: int, step: int, batch: int) -> tuple[np.ndarray, np
     (seed, step, sequence).
     """
     key = sequence_key(seed, SEED_DEPTH, step)
-
-    def draw_depths(count: int):
-        index = np.arange(count)
-        return draw(cfg, uniforms(key, index), uniforms(sequence_key(key, 2), index))
-
-    return GRANULARITIES[cfg.granularity](draw_depths, batch, cfg.seq_len)
+    index = GRANULARITIES[cfg.granularity](batch, cfg.seq_len)
+    return draw(cfg, uniforms(key, index), uniforms(sequence_key(key, 2), index))
 
 
 @functools.cache
@@ -177,46 +170,26 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
 
     Rows, n and k (B,): without gradient all start together and leave as they finish; with gradient
     they end together, and a row with k[i] < max(k) joins late, still at h_0 since its n[i] is 0. So
-    the active rows are always the first. Tokens, n and k (B, T): a token that is done keeps its
-    state, and the others still attend to it, so no row can be left out.
+    the active rows are always the first. Tokens, n and k (B, T): all start together, and one that
+    is done keeps its state, and the others still attend to it, so no row can be left out.
     """
-    plan = token_loops if n.ndim == 2 else row_loops
-    loops = plan(n, k)
-    if not loops:
-        return loops
-    indices = np.stack([loop.index for loop in loops])
-    indices = to_device(torch.from_numpy(indices), device)  # one copy for all loops
-    for loop, index in zip(loops, indices, strict=True):
-        loop.index = index[: loop.active]
-    if n.ndim == 2:
-        lives = np.stack([loop.live for loop in loops])
-        lives = to_device(torch.from_numpy(lives), device)
-        for loop, live in zip(loops, lives, strict=True):
-            loop.live = live
-    return loops
-
-
-def row_loops(n: np.ndarray, k: np.ndarray) -> list[Loop]:
-    """The loops of rows with depths of their own; indices still arrays (B,)."""
-    loops = []
-    for t in range(n[0]):
-        active = int((n > t).sum())
-        loops.append(Loop(t, active, index=np.full(len(n), t)))
-    late = k[0] - k  # loops that a row waits before its first with gradient
-    for j in range(k[0]):
-        active = int((late <= j).sum())
-        index = n + j - late
-        loops.append(Loop(n[0] + j, active, index, gradient=True))
-    return loops
-
-
-def token_loops(n: np.ndarray, k: np.ndarray) -> list[Loop]:
-    """The loops of tokens with depths of their own; indices and live still arrays (B, T)."""
-    loops = []
-    for t in range(n.max()):
-        index = np.full(n.shape, t)
-        loops.append(Loop(t, len(n), index, live=n > t))
+    of_rows = n.ndim == 1
+    late = k.max() - k if of_rows else np.zeros_like(k)
+    without = int(n.max())  # loops without gradient
+    indices = [np.full(n.shape, t) for t in range(without)]
+    lives = [n > t for t in range(without)]
     for j in range(k.max()):
-        number = n.max() + j
-        loops.append(Loop(number, len(n), n + j, live=k > j, gradient=True))
+        indices.append(n + j - late)
+        lives.append((late <= j) & (j < late + k))
+    if not lives:
+        return []
+    on_device = to_device(torch.from_numpy(np.stack(indices)), device)  # one copy for all loops
+    tokens = None if of_rows else to_device(torch.from_numpy(np.stack(lives)), device)
+    loops = []
+    for number, live in enumerate(lives):
+        active = int(live.sum()) if of_rows else len(n)
+        loop = Loop(number, active, on_device[number, :active], gradient=number >= without)
+        if not of_rows:
+            loop.live = tokens[number]
+        loops.append(loop)
     return loops

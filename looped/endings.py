@@ -40,7 +40,7 @@ def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None
     no_memory = isinstance(e, MemoryError | torch.OutOfMemoryError)
     if no_memory or re.search("allocate memory|bad_alloc", str(e)):
         rows = args.device_batch_size or 1
-        _, advice = less_memory(rows, args.batch_size or 1, world)
+        advice = less_memory(rows, args.batch_size or 1, world)
         device = torch.device(pick_device(args.device))
         kind = "GPU's " if device.type == "cuda" else ""
         peak = f"peak {peak_memory(device):.1f} GB"

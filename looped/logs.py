@@ -81,8 +81,7 @@ def read_run(path: Path) -> Run:
         fail(f"{log_file} has no step; continue the run with train.py --resume")
     last = evals[-1] if evals else {"step": 0, "loss": {}, "bpb": {}}
     mu_rec = config["model"]["mu_rec"]
-    depth = min(last["loss"], key=lambda known: abs(known - mu_rec), default=mu_rec)
-    unigram = unigram_entropy(path, config["data"]["path"])
+    depth = nearest(last["loss"], mu_rec)
     return Run(
         name=path.name,
         path=path,
@@ -93,7 +92,7 @@ def read_run(path: Path) -> Run:
         core=read_scores(path),
         depth=depth,
         loss=last["loss"].get(depth, math.nan),
-        unigram=unigram,
+        unigram=unigram_entropy(path, config["data"]["path"]),
         notes=faults(train, last, damaged),
     )
 
@@ -109,6 +108,11 @@ def read_scores(path: Path) -> dict[CoreRules, dict[int, dict]]:
             rules = [record.get(name) for name in CoreRules._fields]
             core[CoreRules(*rules)] = whole
     return core
+
+
+def nearest(depths, wanted: int) -> int:
+    """Of the depths the one nearest to that wanted; without any, that itself."""
+    return min(depths, key=lambda depth: abs(depth - wanted), default=wanted)
 
 
 def unigram_entropy(path: Path, data: str) -> float | None:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -188,20 +189,17 @@ def logit_bytes(cfg, step: Step) -> float:
 # Fitting
 
 
-def largest_part(most: int, batch: int, world: int) -> int:
-    """The largest device batch, up to `most`, that divides each rank's share of the batch; 0 if there is none."""
-    for rows in range(most, 0, -1):
-        if batch % (world * rows) == 0:
-            return rows
-    return 0
+def device_batches(most: int, batch: int, world: int) -> list[int]:
+    """Device batches up to `most` that divide each rank's share of the batch, the largest first."""
+    return [rows for rows in range(most, 0, -1) if batch % (world * rows) == 0]
 
 
-def less_memory(rows: int, batch: int, world: int) -> tuple[int, str]:
-    """The next smaller device batch, 0 if there is none, and what to type."""
-    smaller = largest_part(rows // 2, batch, world)
+def less_memory(rows: int, batch: int, world: int) -> str:
+    """What to type where a device batch does not fit."""
+    smaller = device_batches(rows // 2, batch, world)
     if smaller:
-        return smaller, f"try --device-batch-size {smaller}"
-    return 0, "try --checkpoint-loops or a shorter --seq-len"
+        return f"try --device-batch-size {smaller[0]}"
+    return "try --checkpoint-loops or a shorter --seq-len"
 
 
 @dataclass
@@ -249,9 +247,11 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
         if peak is not None:
             break
     else:
-        _, advice = less_memory(step.rows, args.batch_size, place.world)
+        advice = less_memory(step.rows, args.batch_size, place.world)
+        where = "the GPU's memory" if place.is_gpu else "the memory"
         fail(
-            f"--device-batch-size {step.rows} does not fit {memory_named(model, step, place)}; {advice}"
+            f"--device-batch-size {step.rows} does not fit {where} at the deepest depth to be expected, of which "
+            f"{HEADROOM:.0%} must stay free; {advice}"
         )
     rows_reason = "fits, and divides the batch" if place.is_gpu else "divides the batch"
     return MemoryFit(
@@ -266,12 +266,9 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
 
 def possible_steps(model, optimizer, args, place: Place, rows_given: bool) -> list[Step]:
     """What may be tried, the best first."""
-    rows = args.device_batch_size
-    counts = [rows]
-    while rows and not rows_given:
-        rows = largest_part(rows - 1, args.batch_size, place.world)
-        counts.append(rows)
-    counts = list(filter(None, counts))
+    counts = [args.device_batch_size]
+    if not rows_given:
+        counts = device_batches(args.device_batch_size, args.batch_size, place.world)
     chunks = [0, CHUNK] if place.is_gpu else [CPU_CHUNK]
     if args.loss_chunk is not None:
         chunks = [args.loss_chunk]
@@ -292,38 +289,20 @@ def possible_steps(model, optimizer, args, place: Place, rows_given: bool) -> li
 
 
 def steps_to_try(cfg, base: Step, counts: list, chunks: list, less_up_to: float) -> list[Step]:
-    """Steps of so many rows, each first with the first of the loss chunks.
+    """Steps of so many rows, each first with the first of the loss chunks, then with those that take less memory.
 
     Those of at most `less_up_to` tokens at once are tried once more with less kept for the backward pass. That costs
     less than half as many rows would: with few tokens, the casts of the weights take a large part of a step.
     """
     steps = []
-    for count in counts:
-        step = replace(base, rows=count)
-        steps += with_chunks(cfg, step, chunks)
-        if count * cfg.seq_len <= less_up_to:
-            steps += with_chunks(cfg, replace(step, keep_less=True), chunks)
-    return steps
-
-
-def with_chunks(cfg, step: Step, chunks: list[int]) -> list[Step]:
-    """The step with the first loss chunk, and with those of the others that take less memory."""
-    first = replace(step, loss_chunk=chunks[0])
-    steps = [first]
-    for chunk in chunks[1:]:
-        other = replace(step, loss_chunk=chunk)
+    for count, less, chunk in product(counts, (False, True), chunks):
+        first = replace(base, rows=count, keep_less=less, loss_chunk=chunks[0])
+        step = replace(first, loss_chunk=chunk)
         # a chunk's own buffers may be larger than the logits of a few rows
-        if logit_bytes(cfg, other) < logit_bytes(cfg, first):
-            steps.append(other)
+        smaller = step == first or logit_bytes(cfg, step) < logit_bytes(cfg, first)
+        if smaller and not (less and count * cfg.seq_len > less_up_to):
+            steps.append(step)
     return steps
-
-
-def memory_named(model, step: Step, place: Place) -> str:
-    if not place.is_gpu:
-        return "the memory at the deepest depth"
-    need = predict_memory(model.cfg, step).peak() / GIB
-    free = free_memory(place) / GIB
-    return f"the GPU's memory: {free:.1f} GiB are free, of which {HEADROOM:.0%} must stay so, and the deepest depth needs some {need:.1f}"
 
 
 def chunk_reason(args, chunk: int, place: Place) -> str:

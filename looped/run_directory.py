@@ -1,11 +1,8 @@
 """A run directory: config.json, log.jsonl, tokenizer.json and checkpoints."""
 
 import contextlib
-import dataclasses
 import json
-import os
 import shutil
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -15,7 +12,7 @@ import torch
 from looped.checkpoint import newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
 from looped.files import write_atomic
-from looped.machine import peak_flops, peak_memory
+from looped.machine import peak_memory
 
 # Settings that may change when a run is continued; all others decide its numbers.
 FREE = {
@@ -96,39 +93,27 @@ def is_finished(run: Path, steps: int, depths: list[int]) -> bool:
     return False
 
 
-@dataclasses.dataclass
-class Column:
-    """A number of the line that the screen shows for a step."""
-
-    name: str  # in the step's record
-    form: str
-    show: str = "{}"
-
-
-COLUMNS = [
-    Column("loss", "7.4f", "loss {}"),
-    Column("lr", ".3f", "lr {}"),
-    Column("grad_norm", "7.3f", "grad {}"),
-    Column("decay_max", ".4f", "decay {}"),
-    Column("depth_mean", "5.2f", "depth {}"),
-    Column("tok_s", "9,.0f", "{} tok/s"),
-    Column("ms", "7.1f", "{} ms"),
-    Column("mem_gb", "5.1f", "{} GB"),
-    Column("minutes_left", "6.1f", "left {} min"),
-    Column("mfu", ".3f", "mfu {}"),
-]
+# What the screen shows of a step, {name in its record: how}
+COLUMNS = {
+    "loss": "loss {:7.4f}",
+    "lr": "lr {:.3f}",
+    "grad_norm": "grad {:7.3f}",
+    "decay_max": "decay {:.4f}",
+    "depth_mean": "depth {:5.2f}",
+    "tok_s": "{:9,.0f} tok/s",
+    "ms": "{:7.1f} ms",
+    "mem_gb": "{:5.1f} GB",
+    "minutes_left": "left {:6.1f} min",
+}
 
 
 class RunLog:
-    """Rank 0's record of a run: log.jsonl with every step, lines or a progress bar on the screen,
-    optionally wandb.
-    """
+    """Rank 0's record of a run: log.jsonl with every step, lines on the screen, optionally wandb."""
 
-    def __init__(self, run: Path, config: dict, args, device: torch.device, first: int):
+    def __init__(self, run: Path, config: dict, args, device: torch.device):
         self.config = config
         self.every = args.log_every
         self.device = device
-        self.peak = peak_flops(device)
         self.recent: deque[float] = deque(maxlen=50)  # milliseconds of the last steps
         self.began = time.perf_counter()
         self.last = self.began
@@ -142,11 +127,6 @@ class RunLog:
             import wandb
 
             self.wandb = wandb.init(project="looped", name=run.name, config=config, resume="allow")
-        self.bar = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=config["steps"], initial=first, unit="step", dynamic_ncols=True)
 
     def record(self, entry: dict) -> None:
         """A line of log.jsonl."""
@@ -171,38 +151,14 @@ class RunLog:
         entry["time"] = now - self.began
         entry["mem_gb"] = peak_memory(self.device)
         self.record(entry)
-        self.show(entry)
+        if entry["step"] % self.every == 0 or entry["step"] in (1, self.config["steps"]):
+            self.show(entry)
 
     def show(self, entry: dict) -> None:
-        """The bar, or now and then a line, of a step."""
+        """The line of a step."""
         step = entry["step"]
         steps = self.config["steps"]
         shown = dict(entry)
         shown["minutes_left"] = (steps - step) * sum(self.recent) / len(self.recent) / 6e4
-        if self.peak:
-            flops = entry["tok_s"] * self.config["flops_per_token"] / self.config["ranks"]
-            shown["mfu"] = flops / self.peak
-        parts = []
-        for column in COLUMNS:
-            if column.name in shown:
-                parts.append(column.show.format(format(shown[column.name], column.form)))
-        if self.bar:
-            self.bar.set_description_str(f"{parts[0]}  {shown['tok_s']:,.0f} tok/s", refresh=False)
-            self.bar.update(step - self.bar.n)
-        elif step % self.every == 0 or step in (1, steps):
-            print(f"step {step:6d}/{steps}  " + "  ".join(parts), flush=True)
-
-
-def add_result(run: Path, row: dict) -> None:
-    """Appends a row to results.tsv in the nearest folder named runs."""
-    folder = run.parent
-    for parent in run.absolute().parents:
-        if parent.name == "runs":
-            folder = parent
-            break
-    with open(folder / "results.tsv", "a") as file:
-        if file.tell() == 0:
-            file.write("\t".join(row) + "\n")
-        file.write("\t".join(map(str, row.values())) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+        parts = [text.format(shown[name]) for name, text in COLUMNS.items() if name in shown]
+        print(f"step {step:6d}/{steps}  " + "  ".join(parts), flush=True)

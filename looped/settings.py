@@ -7,7 +7,7 @@ import re
 from importlib.util import find_spec
 
 from looped.console import fail, flag
-from looped.memory import largest_part
+from looped.memory import device_batches
 
 DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for
 FINAL_DEPTHS = "1,2,4,8,16"
@@ -58,7 +58,9 @@ def settle_optimizer(args, recipe) -> None:
 def settle_batch(args, world: int) -> None:
     """The device batch, which must divide each rank's share of the batch."""
     if args.device_batch_size is None:
-        args.device_batch_size = largest_part(DEVICE_BATCH, args.batch_size, world) or 1
+        args.device_batch_size = max(
+            device_batches(DEVICE_BATCH, args.batch_size, world), default=1
+        )
     unit = world * args.device_batch_size
     if args.batch_size % unit:
         fits = math.ceil(args.batch_size / unit) * unit

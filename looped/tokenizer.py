@@ -5,6 +5,7 @@ The file: {"version", "pattern", "ranks": [base64 of token 0, 1, …], "specials
 """
 
 import base64
+import re
 
 import numpy as np
 
@@ -21,8 +22,16 @@ PATTERN = (
 )
 # fmt: on
 
-# Characters given to the regex engine at once: a run of a million blanks overflows its stack.
+# Characters given to the tokenizer at once: a run of a million blanks overflows its stack.
 PIECE = 65_536
+# A text is cut before the last space after a non-blank, which no token spans; anyway where there is
+# none.
+PIECES = re.compile(
+    rf".{{1,{PIECE}}}\Z|"  # all of the rest
+    rf".{{1,{PIECE}}}(?<=\S)(?= )|"
+    rf".{{1,{PIECE}}}",
+    re.DOTALL,
+)
 
 
 def special_ids(ranks):
@@ -75,28 +84,9 @@ def encode(enc, text):
 
 
 def encode_array(enc, text):
-    """The same as an array (n,) uint32, of a text without surrogates.
-
-    No token spans a non-blank and a space after it, so the text is cut there, and the ids are those
-    of encoding in one go. Where PIECE characters have no such place they are cut anyway.
-    """
-    parts = []
-    start = 0
-    while start < len(text) or not parts:
-        end = start + PIECE
-        if end < len(text):
-            end = last_cut(text, start + 1, end)
-        parts.append(enc.encode_to_numpy(text[start:end], disallowed_special=()))
-        start = end
-    return np.concatenate(parts)
-
-
-def last_cut(text, low, high):
-    """The last place in text[low:high] of a space after a non-blank; high where there is none."""
-    space = text.rfind(" ", low, high)
-    while space > 0 and text[space - 1].isspace():
-        space = text.rfind(" ", low, space)
-    return space if space > 0 else high
+    """The same as an array (n,) uint32, of a text without surrogates."""
+    parts = PIECES.findall(text) or [""]
+    return np.concatenate([enc.encode_to_numpy(part, disallowed_special=()) for part in parts])
 
 
 def file_content(ranks, pattern=PATTERN):

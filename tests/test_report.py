@@ -139,11 +139,10 @@ def test_tables_equal_a_second_computation(tmp_path, run_report):
     for name, mu_rec, *numbers in losses[1:]:
         by_depth = log_of(runs[name])[-1]["loss"]
         loss = by_depth["8"]
-        want = [loss, loss - base, math.exp(loss), loss / math.log(2) / 3.7, *by_depth.values()]
+        want = [loss, loss - base, loss / math.log(2) / 3.7, *by_depth.values()]
         assert mu_rec == "8"
-        digits = [4, 4, 2, 4, 4, 4, 4, 4, 4]
-        assert [float(x) for x in numbers] == [round(x, n) for x, n in zip(want, digits)]
-    assert losses[0][6:] == [f"depth {depth}" for depth in DEPTHS] and losses[2][3] == "-0.0151"
+        assert [float(x) for x in numbers] == [round(x, 4) for x in want]
+    assert losses[0][5:] == [f"depth {depth}" for depth in DEPTHS] and losses[2][3] == "-0.0151"
     assert differs[1:] == [["gain", "euler", "zoh"]] and "Warning" not in text
     tokens = STEPS * STEP_TOKENS
     minutes = sum(450 + s for s in range(1, STEPS + 1)) / 6e4
@@ -176,7 +175,6 @@ def test_figures_stand_beside_the_report_and_are_linked_by_name(tmp_path, run_re
     for i, run in enumerate(runs):
         make_core(run, shift=0.01 * i)
         make_core(run, "core-extended", shift=0.01 * i)
-        (run / "sample.txt").write_text("Once upon a time\n``` the loop\n")
     out = tmp_path / "out dir"
     run_report(*runs, "--out", out, draw=True)
     text = (out / "report.md").read_text()
@@ -184,13 +182,10 @@ def test_figures_stand_beside_the_report_and_are_linked_by_name(tmp_path, run_re
     assert len(links) == 4 == len(set(links))
     for link in links:
         assert (out / link).read_bytes().startswith(b"\x89PNG")
-    assert "\n    Once upon a time\n    ``` the loop\n" in text
-    scores, tasks = tables(text)[3:5]
+    scores = tables(text)[3]
     means = [[r, d, "mean of 4 of 22 tasks"] for r in "ab" for d in ("1", "8", "16")]
     assert [row[:3] for row in scores[1:]] == means
     assert scores[1][3:] == [f"{0.1 * math.sin(1):.4f}", "0.0010", "4", "22"]
-    accuracy, centred = score(16, 2, 0.01)["mean"], score(8, 2, 0.01)["mean"]
-    assert tasks[3][0] == "task_2" and tasks[3][2] == f"{accuracy:.4f} / {centred:.4f}"
 
 
 def test_a_repeated_step_counts_once_and_its_last_record_wins(tmp_path):
@@ -226,7 +221,7 @@ def test_arms_are_paired_by_seed_in_any_order(tmp_path, run_report):
     change = (
         f"With gain zoh instead of euler the loss changes by {mean:+.4f} ± {half:.4f} nats/token"
     )
-    assert f"{change}, n = 3 (95 % t interval {mean - half:+.4f} to {mean + half:+.4f};" in text
+    assert f"{change}, n = 3 (95 % t interval; paired by seed)." in text
     assert "Warning" not in text
     said, warned = compare(*runs[:-1])
     assert "n = 2" in said and "the arms are not matched seed by seed" in warned
@@ -254,8 +249,8 @@ def test_what_else_differs_is_a_warning(tmp_path, change, warning):
     assert warned.startswith("Warning: ") and warning in warned
 
 
-@pytest.mark.parametrize("preset", ["tiny", "transformer-tiny"])
-def test_the_flat_twin_differs_in_one_thing_and_so_do_the_gains(tmp_path, run_report, preset):
+def test_the_flat_twin_differs_in_one_thing_and_so_do_the_gains(tmp_path, run_report):
+    preset = "transformer-tiny"
     runs = [make_run(tmp_path / "euler"), make_run(tmp_path / "zoh", "zoh")]
     network = {"mu_rec": 0, "n_core": 0, "n_prelude": 3, "gain": "zoh"}
     flat = make_run(tmp_path / "flat", preset=preset, depths=(0, 8), shift=0.2, model=network)
@@ -333,5 +328,8 @@ def test_scores_under_other_rules_are_not_put_side_by_side(tmp_path, run_report)
     make_core(runs[1], depths=[8], baselines="v2")  # the third was not evaluated
     run_report(*runs)
     text = (tmp_path / "report.md").read_text()
-    assert re.findall(r"^## core, protocol parcae, baselines (v.), .*$", text, re.M) == ["v1", "v2"]
-    assert [found[0][1:] for found in tables(text)[4::2]] == [["a"], ["b"]]
+    assert re.findall(r"^## panel core, protocol parcae, baselines (v.), .*$", text, re.M) == [
+        "v1",
+        "v2",
+    ]
+    assert [found[1][0] for found in tables(text)[3:]] == ["a", "b"]

@@ -6,8 +6,8 @@ How fast a training step is, and where its time goes; the page goes to results/.
 
 Times train.py's own training step on random tokens. All variants take the same batches, round by
 round in turn. ms: mean over the rounds; "over Euler": median of the rounds' ratios. MFU: against
-the GPU's dense bfloat16 peak, by the model's own FLOPs. The parts are timed by themselves, forward
-and backward, at the mean depth.
+the GPU's dense bfloat16 peak, by the model's own FLOPs. Where the time goes: torch's profiler, over
+one step of the first model, rank 0's.
 """
 
 import statistics
@@ -19,20 +19,23 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile
 
 from looped.console import Parser, positive_int, run_cli
 from looped.depth import sample_depths
 from looped.figures import fmt, table
 from looped.files import write_atomic
-from looped.machine import Place, best_dtype, distributed, machine_name, peak_flops
-from looped.memory import CPU_CHUNK, GIB, warm_up
+from looped.machine import Place, best_dtype, distributed, machine_name
+from looped.memory import CPU_CHUNK, warm_up
 from looped.randomness import SEED_STATE, sequence_key
 from model import PRESETS, Model, ModelConfig
 from muon import Optimizer, Rates
+from tools.plan import CARDS
 from train import OPTIMIZERS, Batch, recipe_of, training_step
 
 RESULTS = Path(__file__).parents[1] / "results"
-HEADER = ["rows", "model", "ms", "tok/s a rank", "over Euler", "MFU", "peak GiB"]
+HEADER = ["rows", "model", "ms", "tok/s a rank", "over Euler", "MFU"]
+KERNELS = 20  # of the profile, the longest
 
 
 @dataclass
@@ -42,9 +45,12 @@ class Variant:
     name: str
     model: Model
     optimizer: Optimizer
-    own: int  # bytes on the GPU at rest
     seconds: list[float] = field(default_factory=list)
-    peak: int = 0  # bytes on the GPU, without the other variants
+
+    def step(self, batch: Batch) -> None:
+        training_step(self.model, self.optimizer, batch, len(batch.tokens), Rates())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 def networks(preset: str) -> dict[str, ModelConfig]:
@@ -63,7 +69,6 @@ def networks(preset: str) -> dict[str, ModelConfig]:
 
 def build(name: str, cfg: ModelConfig, preset: str, place: Place) -> Variant:
     """A model on the device, with its optimiser, as train.py makes them."""
-    before = torch.cuda.memory_allocated()  # 0 without a GPU
     model = Model(cfg)
     model.dtype = getattr(torch, best_dtype(place.device)[0])
     model.loss_chunk = 0 if place.is_gpu else CPU_CHUNK
@@ -75,7 +80,7 @@ def build(name: str, cfg: ModelConfig, preset: str, place: Place) -> Variant:
     optimizer = Optimizer(groups, 1.0, place.rank, place.world)
     if place.is_gpu:
         model.compile_pieces()
-    return Variant(name, model, optimizer, torch.cuda.memory_allocated() - before)
+    return Variant(name, model, optimizer)
 
 
 def random_batch(cfg: ModelConfig, rows: int, step: int, place: Place) -> Batch:
@@ -94,17 +99,8 @@ def random_batch(cfg: ModelConfig, rows: int, step: int, place: Place) -> Batch:
     )
 
 
-def timed(work) -> float:
-    """Seconds that work() takes, the GPU's included."""
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def time_steps(variants: list[Variant], rows: int, rounds: int, place: Place) -> None:
-    """Fills in the variants' seconds and peaks."""
+    """Fills in the variants' seconds."""
     for variant in variants:
         variant.seconds.clear()
         warm_up(variant.model, variant.optimizer, rows, place)
@@ -112,15 +108,9 @@ def time_steps(variants: list[Variant], rows: int, rounds: int, place: Place) ->
     for step in range(rounds):
         for variant in variants:
             batch = random_batch(variant.model.cfg, rows, step, place)
-            others = torch.cuda.memory_allocated() - variant.own
-            if place.is_gpu:
-                torch.cuda.reset_peak_memory_stats()
-
-            def work(variant=variant, batch=batch):
-                training_step(variant.model, variant.optimizer, batch, rows, Rates())
-
-            variant.seconds.append(timed(work))
-            variant.peak = max(variant.peak, torch.cuda.max_memory_allocated() - others)
+            start = time.perf_counter()
+            variant.step(batch)
+            variant.seconds.append(time.perf_counter() - start)
 
 
 def step_row(variant: Variant, first: Variant, rows: int, place: Place) -> list:
@@ -130,53 +120,22 @@ def step_row(variant: Variant, first: Variant, rows: int, place: Place) -> list:
     pairs = zip(variant.seconds, first.seconds, strict=True)
     ratio = statistics.median(own / other for own, other in pairs)
     rate = rows * cfg.seq_len / mean
-    peak = peak_flops(place.device)
-    mfu = rate * cfg.flops_per_token() / peak if peak else None
-    memory = variant.peak / GIB if place.is_gpu else None
+    mfu = None
+    for name, card in CARDS.items():
+        if place.is_gpu and name.split("-")[0] in torch.cuda.get_device_name():
+            mfu = rate * cfg.flops_per_token() / card.peak
     numbers = [fmt(mean * 1e3, ".1f"), fmt(rate, ",.0f"), fmt(ratio, ".3f")]
-    return [rows, variant.name, *numbers, fmt(mfu, ".3f"), fmt(memory, ".1f")]
+    return [rows, variant.name, *numbers, fmt(mfu, ".3f")]
 
 
-def part_rows(variant: Variant, rows: int, rounds: int, place: Place) -> list[list[str]]:
-    """(part, milliseconds) of the pieces that training runs, median of the rounds."""
-    model = variant.model
-    cfg = model.cfg
-    batch = random_batch(cfg, rows, 0, place)
-    ids = batch.tokens[:, :-1].contiguous()
-    targets = batch.tokens[:, 1:].contiguous()
-    index = torch.zeros(rows, dtype=torch.int64, device=place.device)
-    with torch.no_grad():
-        h, inputs = model.before(ids, batch.keys)
-    h.requires_grad_()
-    ones = torch.ones_like(h)
-
-    def before():
-        _, made = model.before(ids, batch.keys)
-        made.write.backward(ones)
-
-    def loop_without_gradient():
-        with torch.no_grad():
-            model.core_step(h, inputs, index)
-
-    def loop_with_gradient():
-        model.core_step(h, inputs, index).backward(ones)
-
-    def after():
-        model.after_loss(h, ids, targets).backward()
-
-    parts = [
-        ("before the loop: embedding, prelude, B e", 1, before),
-        ("loops without gradient", cfg.mu_rec - cfg.mu_bwd, loop_without_gradient),
-        ("loops with gradient", cfg.mu_bwd, loop_with_gradient),
-        ("after the loop: C, coda, head, loss", 1, after),
-        ("optimiser, with its communication", 1, variant.optimizer.rehearse),
-    ]
-    found = []
-    for name, times, work in parts:
-        work()
-        seconds = statistics.median(timed(work) for _ in range(rounds))
-        found.append([name, f"{times * seconds * 1e3:.1f}"])
-    return found
+def profiled(variant: Variant, rows: int, place: Place) -> list[str]:
+    """The longest kernels of one step, as torch's profiler shows them."""
+    batch = random_batch(variant.model.cfg, rows, 0, place)
+    with profile() as found:
+        variant.step(batch)
+    order = "self_cuda_time_total" if place.is_gpu else "self_cpu_time_total"
+    longest = found.key_averages().table(order, KERNELS, max_name_column_width=60)
+    return ["```", longest, "```"]
 
 
 def where(place: Place) -> str:
@@ -198,11 +157,8 @@ def main(argv=None):
     add("--rows", type=positive_int, nargs="+", default=[8, 16, 32] if gpu else [16],
         help="sequences at once (default: %(default)s)")  # fmt: skip
     add("--rounds", type=positive_int, default=20, help="timed steps (default: %(default)s)")
-    add(
-        "--out",
-        default=RESULTS / f"bench-{'gpu' if gpu else 'cpu'}.md",
-        help="the page (default: %(default)s)",
-    )
+    add("--out", default=RESULTS / f"bench-{'gpu' if gpu else 'cpu'}.md",
+        help="the page (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     place = distributed("auto")
     variants = []
@@ -213,12 +169,11 @@ def main(argv=None):
         time_steps(variants, rows, args.rounds, place)
         for variant in variants:
             steps.append(step_row(variant, variants[0], rows, place))
-    parts = part_rows(variants[0], rows, args.rounds, place)
     length = variants[0].model.cfg.seq_len
     lines = [f"# Training step: {args.preset}, {length} tokens a row", "", where(place), ""]
     lines += table(HEADER, steps)
     lines += [f"Where the time goes: Parcae Euler, {rows} rows.", ""]
-    lines += table(["part", "ms"], parts)
+    lines += profiled(variants[0], rows, place)
     place.say("\n".join(lines))
     if place.rank == 0:
         write_atomic(args.out, "\n".join(lines).encode())

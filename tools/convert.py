@@ -126,14 +126,16 @@ def reference_name(name: str, cfg: ModelConfig) -> str:
 
 def from_reference(state: dict, cfg: ModelConfig) -> dict:
     """The reference's weights -> ours, float32."""
+    with torch.device("meta"):
+        names = {reference_name(name, cfg): name for name in Model(cfg).state_dict()}
     weights = {}
     for name, w in state.items():
         for wrapper in ("module.", "_orig_mod.", "model."):
             name = name.removeprefix(wrapper)
-        weights[name] = w
+        weights[names.get(name, name)] = w
     head = weights.pop("lm_head.weight", None)
     weights.pop("freqs_cis", None)
-    ours = collect(weights, cfg, lambda name: reference_name(name, cfg))
+    ours = checked(weights, cfg)
     if head is not None and not torch.equal(head.float(), ours["wte.weight"]):
         fail("lm_head.weight is not the token embedding; only tied heads are implemented")
     K = cfg.d_model // cfg.n_head
@@ -148,26 +150,16 @@ def from_reference(state: dict, cfg: ModelConfig) -> dict:
     return ours
 
 
-def collect(state: dict, cfg: ModelConfig, rename=str) -> dict:
-    """Our parameters, each from state[rename(its name)], float32; what is missing, left over or
-    misshapen is named.
-    """
+def checked(weights: dict, cfg: ModelConfig) -> dict:
+    """The same in float32; what is missing, left over or misshapen is named."""
+    weights = {name: w.float() for name, w in weights.items()}
     with torch.device("meta"):
-        wanted = Model(cfg).state_dict()
-    theirs = {rename(name): name for name in wanted}
-    missing = theirs.keys() - state.keys()
-    unexpected = state.keys() - theirs.keys()
-    for what, names in ("missing", missing), ("unexpected", unexpected):
-        if names:
-            some = ", ".join(sorted(names)[:4])
-            fail(f"{len(names)} {what} weights, such as {some}")
-    weights = {}
-    for name, ours in theirs.items():
-        shape = tuple(state[name].shape)
-        expected = tuple(wanted[ours].shape)
-        if shape != expected:
-            fail(f"{name} has shape {shape}, by config.json it is {expected}")
-        weights[ours] = state[name].float()
+        model = Model(cfg)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as e:
+        reason = " ".join(str(e).split())
+        fail(f"the weights are not those of config.json: {reason[:400]}")
     return weights
 
 
@@ -203,7 +195,7 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
         cfg = config_of(config) if exported else reference_config(config)
     except (ValueError, TypeError) as e:
         fail(f"{folder}/config.json: {first_line(e)}")
-    weights = collect(state, cfg) if exported else from_reference(state, cfg)
+    weights = checked(state, cfg) if exported else from_reference(state, cfg)
     if len(order) != cfg.vocab_size:
         entries = f"{len(order)} entries, the model {cfg.vocab_size}"
         fail(f"{tokenizer} has {entries}; give its own tokenizer")
@@ -219,8 +211,6 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
         "args": {},
         "model": asdict(cfg),
         "params": params,
-        "steps": 0,
-        "flops_per_token": cfg.flops_per_token(),
         "dtype": dtype,
         "tokenizer": place(run / "tokenizer.json"),
         "data": {"path": str(run / "rows"), "sha256": None},  # for rows that are packed there later

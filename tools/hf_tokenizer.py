@@ -56,18 +56,13 @@ def tokenizer_to_hf(path) -> dict:
     data = json.loads(Path(path).read_text())
     tokens = [base64.b64decode(token) for token in data["ranks"]]
     vocab = {visible(token): i for i, token in enumerate(tokens)}
-    pairs = [[visible(a), visible(b)] for a, b in merges(tokens)]
     model = {
         "type": "BPE",
         "ignore_merges": True,
         "vocab": vocab | data["specials"],
-        "merges": pairs,
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
+        "merges": [[visible(a), visible(b)] for a, b in merges(tokens)],
     }
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = []
     for name, i in data["specials"].items():
         added.append({"id": i, "content": name, **flags, "special": True})
@@ -82,13 +77,10 @@ def tokenizer_to_hf(path) -> dict:
     return {
         "version": "1.0",
         "added_tokens": added,
+        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
         "decoder": level,
         "model": model,
-        "truncation": None,
-        "padding": None,
-        "normalizer": None,
-        "post_processor": None,
     }
 
 

@@ -161,8 +161,8 @@ class Looped(model.TemplateLM):
             law = {name: settings[name] for name in names}
         how = Sampling(tokens=most, stop=frozenset(self.stop), **law)
         tokens, made = [], ""
-        for event in generate(self.model, [ids], [self.key(ids)], Depth(self.depth), how):
-            tokens += [token for token in event.values() if token not in self.stop]
+        for drawn, _ in generate(self.model, ids, [self.key(ids)], Depth(self.depth), how):
+            tokens += [token for token in drawn.values() if token not in self.stop]
             made = self.enc.decode(tokens)
             if any(stop in made for stop in until):
                 break

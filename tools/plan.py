@@ -18,7 +18,7 @@ from looped.memory import (
     GIB,
     Memory,
     Step,
-    largest_part,
+    device_batches,
     matrix_stacks,
     predict_memory,
     steps_to_try,
@@ -71,69 +71,51 @@ class Plan:
 
     step: Step | None  # of a card; None: not even one row fits
     memory: Memory  # of this step, or of one row
-    micro_batch: dict[str, float]  # seconds by part, forward and backward of `rows` rows
-    update: float  # seconds
-    exchange: float  # seconds
+    seconds: dict[str, float]  # of an optimiser's step, by part
     tokens: float
     rate: float  # tokens a second, all cards
     mfu: float  # by PaLM's count of FLOPs
-    price: float  # dollars an hour, all cards
 
     def hours(self) -> float:
         return self.tokens / self.rate / 3600
 
 
-def micro_batch_seconds(cfg: ModelConfig, step: Step, card: Card) -> dict[str, float]:
-    """Forward and backward of the step's rows at the mean depth, by part."""
-    tokens = step.rows * cfg.seq_len
-    without = cfg.n_core * (cfg.mu_rec - cfg.mu_bwd)
-    with_gradient = cfg.n_core * cfg.mu_bwd
-    ends = cfg.n_prelude + cfg.n_coda
-    loops = cfg.block_matmul() * (2 * without + 6 * with_gradient) * tokens
-    head = 6 * cfg.vocab_size * cfg.d_model * tokens
-    products = cfg.flops_per_token("none") * tokens
-    pair = 2 * cfg.seq_len * cfg.d_model * tokens  # attention of a layer
-    forward = pair * (ends + without + with_gradient)
-    backward = 2.5 * pair * (ends + with_gradient) / BACKWARD_ATTENTION
+def forward_and_backward(cfg: ModelConfig, step: Step, card: Card) -> dict[str, float]:
+    """Seconds that a token takes of a card at the mean depth, by part."""
+    without = cfg.n_core * (cfg.mu_rec - cfg.mu_bwd)  # layers run without gradient, and with it
+    with_gradient = cfg.n_prelude + cfg.n_core * cfg.mu_bwd + cfg.n_coda
+    pair = 2 * cfg.seq_len * cfg.d_model  # attention of a layer
+    attention = pair * (without + with_gradient * (1 + 2.5 / BACKWARD_ATTENTION))
     learning = BYTES_WITH_GRADIENT + BYTES_TO_KEEP_LESS * step.keep_less
-    moved = BYTES_WITHOUT_GRADIENT * without + learning * with_gradient
-    numbers = tokens * cfg.d_model
+    moved = cfg.d_model * (BYTES_WITHOUT_GRADIENT * without + learning * with_gradient)
     return {
-        "loops' products": loops / card.products,
-        "head's products": head / card.products,
-        "other products": (products - loops - head) / card.products,
-        "attention": (forward + backward) / card.attention,
-        "loops' other kernels": numbers * moved / card.bandwidth,
-        "other kernels": numbers * learning * ends / card.bandwidth,
-        "logits": BYTES_A_LOGIT * tokens * cfg.vocab_size / card.bandwidth,
+        "products": cfg.flops_per_token("none") / card.products,
+        "attention": attention / card.attention,
+        "other kernels": moved / card.bandwidth,
+        "logits": BYTES_A_LOGIT * cfg.vocab_size / card.bandwidth,
     }
 
 
-def update_seconds(cfg: ModelConfig, optimizer: str, world: int, card: Card) -> float:
-    """One update, shared by the cards: Muon's products, and the bytes of weights, gradients and moments."""
+def update_and_exchange(cfg: ModelConfig, optimizer: str, world: int, card: Card):
+    """Seconds of an update, which the cards share: Muon's products, and the bytes of weights,
+    gradients and moments; and of the gradients' reduce-scatter and the weights' all-gather,
+    float32, not overlapped.
+    """
     flops = 0
-    for stack in matrix_stacks(cfg):
-        short = min(stack.rows, stack.columns)
-        flops += 5 * (4 * short * stack.numbers() + 2 * short**3 * stack.count)
-    if optimizer != "muon":
-        flops = 0
-    moved = 40 * parameter_count(cfg)
-    return (flops / card.products + moved / card.bandwidth) / world
-
-
-def exchange_seconds(cfg: ModelConfig, world: int, card: Card) -> float:
-    """Reduce-scatter of the gradients and all-gather of the weights, float32, not overlapped."""
-    return 2 * 4 * parameter_count(cfg) * (world - 1) / world / card.link
+    if optimizer == "muon":
+        for stack in matrix_stacks(cfg):
+            short = min(stack.rows, stack.columns)
+            flops += 5 * (4 * short * stack.numbers() + 2 * short**3 * stack.count)
+    numbers = parameter_count(cfg)
+    update = (flops / card.products + 40 * numbers / card.bandwidth) / world
+    return {"update": update, "exchange": 2 * 4 * numbers * (world - 1) / world / card.link}
 
 
 def step_that_fits(cfg: ModelConfig, batch: int, base: Step, card: Card) -> Step | None:
     """What train.py would try first: the largest device batch that divides its share of the batch and is predicted to
     fit the card.
     """
-    counts = []
-    rows = LARGEST_DEVICE_BATCH + 1
-    while rows := largest_part(rows - 1, batch, base.world):
-        counts.append(rows)
+    counts = device_batches(LARGEST_DEVICE_BATCH, batch, base.world)
     room = usable(card.memory * GIB - CONTEXT)
     for step in steps_to_try(cfg, base, counts, [0, CHUNK], FEW_TOKENS):
         if predict_memory(cfg, step).peak() <= room:
@@ -148,23 +130,14 @@ def plan(preset: str, card: Card, gpus: int) -> Plan:
     one_row = Step(1, recipe.optimizer, gpus)
     fitting = step_that_fits(cfg, recipe.batch_size, one_row, card)
     step = fitting or one_row
-    parts = micro_batch_seconds(cfg, step, card)
-    update = update_seconds(cfg, recipe.optimizer, gpus, card)
-    exchange = exchange_seconds(cfg, gpus, card)
-    micro_batches = recipe.batch_size / gpus / step.rows
-    seconds = sum(parts.values()) * micro_batches + update + exchange
-    rate = recipe.batch_size * cfg.seq_len / seconds
-    return Plan(
-        step=fitting,
-        memory=predict_memory(cfg, step),
-        micro_batch=parts,
-        update=update,
-        exchange=exchange,
-        tokens=recipe.tokens,
-        rate=rate,
-        mfu=rate * cfg.flops_per_token() / card.peak / gpus,
-        price=card.price * gpus,
-    )
+    tokens = recipe.batch_size * cfg.seq_len
+    seconds = {}
+    for part, of_token in forward_and_backward(cfg, step, card).items():
+        seconds[part] = of_token * tokens / gpus
+    seconds |= update_and_exchange(cfg, recipe.optimizer, gpus, card)
+    rate = tokens / sum(seconds.values())
+    mfu = rate * cfg.flops_per_token() / card.peak / gpus
+    return Plan(fitting, predict_memory(cfg, step), seconds, recipe.tokens, rate, mfu)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,29 +147,28 @@ def plan(preset: str, card: Card, gpus: int) -> Plan:
 HEADER = ["preset", "rows", "peak GiB", "tok/s", "MFU", "hours", "$"]
 
 
-def summary_row(preset: str, p: Plan) -> list:
+def summary_row(preset: str, p: Plan, price: float) -> list:
+    """price: dollars an hour, all cards."""
     peak = f"{p.memory.peak() / GIB:.1f}"
     if p.step is None:
         return [preset, f"0: one row needs {peak} GiB", *[""] * 5]
     hours = p.hours()
-    dollars = f"{hours * p.price:,.0f}"
     rows = f"{p.step.rows}*" if p.step.keep_less else p.step.rows
-    return [preset, rows, peak, f"{p.rate:,.0f}", f"{p.mfu:.2f}", f"{hours:.1f}", dollars]
+    costs = [f"{hours:.1f}", f"{hours * price:,.0f}"]
+    return [preset, rows, peak, f"{p.rate:,.0f}", f"{p.mfu:.2f}", *costs]
 
 
-def detail_lines(preset: str, p: Plan) -> list[str]:
+def detail_line(preset: str, p: Plan) -> str:
     """Memory, time and disk of one preset by part."""
-    sizes = []
-    for name, size in vars(p.memory).items():
-        sizes.append(f"{name.replace('_', ' ')} {size / GIB:.1f}")
-    times = [f"{name} {seconds * 1e3:.1f}" for name, seconds in p.micro_batch.items()]
-    return [
-        f"{preset}: GiB: {', '.join(sizes)} (the update's instead of activations and logits)",
-        f"{preset}: ms of a micro-batch of {p.step.rows if p.step else 1} rows: {', '.join(times)}; "
-        f"of a step's update {p.update * 1e3:.1f}, exchange {p.exchange * 1e3:.1f}",
-        f"{preset}: disk, GB: packed rows {2 * p.tokens / 1e9:.0f}, source text "
-        f"{SOURCE_BYTES_A_TOKEN * p.tokens / 1e9:.0f}",
-    ]
+    sizes = [f"{name} {size / GIB:.1f}" for name, size in vars(p.memory).items()]
+    times = [f"{part} {seconds:.3f}" for part, seconds in p.seconds.items()]
+    rows = 2 * p.tokens / 1e9
+    text = SOURCE_BYTES_A_TOKEN * p.tokens / 1e9
+    return (
+        f"* {preset}: GiB: {', '.join(sizes)} (the update's instead of activations and logits); "
+        f"seconds of a step: {', '.join(times)}; "
+        f"disk, GB: packed rows {rows:.0f}, source text {text:.0f}"
+    )
 
 
 def page(presets: list[str], name: str, gpus: int) -> list[str]:
@@ -209,9 +181,9 @@ def page(presets: list[str], name: str, gpus: int) -> list[str]:
         "",
     ]
     plans = {preset: plan(preset, card, gpus) for preset in presets}
-    lines += table(HEADER, [summary_row(preset, p) for preset, p in plans.items()])
-    for preset, p in plans.items():
-        lines += detail_lines(preset, p)
+    price = card.price * gpus
+    lines += table(HEADER, [summary_row(preset, p, price) for preset, p in plans.items()])
+    lines += [detail_line(preset, p) for preset, p in plans.items()]
     return [*lines, ""]
 
 

@@ -3,8 +3,8 @@
     python -m tools.report runs/tiny-euler-s0 runs/tiny-zoh-s0  # report.md in their common parent
     python -m tools.report runs/tiny-*-s* --out results/gains   # several seeds an arm: t intervals
 
-Reads config.json, log.jsonl and, where they are, core_*_*.json and sample.txt. The others are
-compared with the first run. Runs that differ in nothing but the seed form an arm; arms are paired
+Reads config.json, log.jsonl and, where they are, core_*_*.json. The others are compared with the
+first run. Runs that differ in nothing but the seed form an arm; arms are paired
 by seed. Losses: nats per token.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from looped.console import Parser, run_cli
 from looped.figures import Panel, depth_panel, figure, fmt, interval, records_table, table
-from looped.logs import CoreRules, Run, read_run
+from looped.logs import CoreRules, Run, nearest, read_run
 from looped.run_directory import FREE
 
 TOKENS = "tokens trained, millions"
@@ -37,7 +37,7 @@ CURVES = {
 # tables: {column: format of its numbers}
 LOSSES = {
     "run": "", "depth": "", "validation loss": ".4f", "less the first's": "+.4f",
-    "perplexity": ".2f", "bits per byte": ".4f",
+    "bits per byte": ".4f",
 }  # fmt: skip
 COSTS = {
     "run": "", "parameters": ",d", "tokens trained": ",d", "training FLOPs": ".3g",
@@ -53,33 +53,20 @@ RADARS = {"core": ["categories_fine"], "core-extended": ["categories_fine", "cat
 def settings(run: Run) -> dict:
     """The flags of the training and the network that have an effect on a run's numbers."""
     flags = run.config["args"] | run.config["model"]
-    decisive = flags.keys() - FREE - {"dtype"}
-    return {name: value for name, value in flags.items() if name in decisive}
+    return {name: value for name, value in flags.items() if name not in FREE | {"dtype"}}
 
 
 def changes(run: Run, base: Run) -> tuple[str, ...]:
-    """In words, the flags apart from the seed in which a run differs from another.
-
-    All that differs in the network is one change if its preset does, or if one of them has no loop.
+    """In words, the flags apart from the seed in which a run differs from another; another preset
+    stands for all that it changes in the network.
     """
     ours = settings(run)
     theirs = settings(base)
-    differing = {}
-    for name in ours | theirs:
-        pair = (ours.get(name), theirs.get(name))
-        if pair[0] != pair[1] and name != "seed":
-            differing[name] = pair
-    names = list(differing)
-    of_training = [name for name in names if name in run.config["args"]]
+    names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
     if "preset" in names:
-        names = of_training
-    elif 0 in differing.get("n_core", ()):
-        names = ["n_core", *of_training]
-    words = []
-    for name in names:
-        mine, its = differing[name]
-        words.append(f"{name} {mine} instead of {its}")
-    return tuple(words)
+        names = [name for name in names if name in run.config["args"]]
+    words = [f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names]
+    return tuple(text for text in words if not text.startswith("seed "))
 
 
 def compare_arms(runs: list[Run]) -> list[str]:
@@ -111,13 +98,9 @@ def compare_arms(runs: list[Run]) -> list[str]:
 def difference(gaps: list[float]) -> str:
     """The mean of differences of loss, with its interval."""
     found = interval(gaps)
-    low = found.mean - found.half
-    high = found.mean + found.half
     size = f"{found.mean:+.4f} ± {found.half:.4f} nats/token, n = {found.n}"
-    span = f"{low:+.4f} to {high:+.4f}"
-    if low <= 0 <= high:
-        span += ", which includes 0"
-    return f"{size} (95 % t interval {span}; paired by seed)"
+    zero = ", which includes 0" if abs(found.mean) <= found.half else ""
+    return f"{size} (95 % t interval{zero}; paired by seed)"
 
 
 def circumstances(run: Run) -> dict:
@@ -133,13 +116,12 @@ def circumstances(run: Run) -> dict:
 
 def headline(runs: list[Run]) -> str:
     """The lowest loss of the looped runs, beside the lowest of those without a loop."""
-    finite = [run for run in runs if math.isfinite(run.loss)]
-    ranked = sorted(finite, key=attrgetter("loss"))
+    ranked = sorted((run for run in runs if math.isfinite(run.loss)), key=attrgetter("loss"))
     if not ranked:
         return "No validation loss is finite yet."
     flat = [run for run in ranked if not run.depth]
     looped = [run for run in ranked if run.depth]
-    best = looped[0] if looped else flat[0]
+    best = [*looped, *flat][0]
     text = f"{best.name} has a validation loss of {best.loss:.4f} nats/token at depth {best.depth}"
     if not looped or not flat:
         return text + "."
@@ -158,7 +140,6 @@ def loss_table(runs: list[Run]) -> list[str]:
         row = {"run": run.name, "depth": run.depth}
         row["validation loss"] = run.loss
         row["less the first's"] = run.loss - runs[0].loss
-        row["perplexity"] = np.exp(run.loss)
         row["bits per byte"] = run.last["bpb"].get(run.depth)
         for name, depth in zip(names, depths, strict=True):
             row[name] = losses.get(depth)
@@ -197,65 +178,47 @@ def series(records: list[dict], name: str) -> np.ndarray:
     return np.array([record.get(name) for record in records], float)
 
 
-def thinned(records: list[dict], name: str) -> list[float]:
-    values = series(records, name)
+def thinned(values: np.ndarray) -> list[float]:
+    """The means of POINTS parts."""
     parts = np.array_split(values, min(POINTS, len(values)))
     return [part.mean() for part in parts]
 
 
 def training_figure(runs: list[Run], out: Path) -> list[str]:
-    names = [run.name for run in runs]
     panels = []
     for name, (ylabel, scale) in CURVES.items():
         curves = []
         for run in runs:
-            tokens = np.array(thinned(run.train, "tokens")) / 1e6
-            curves.append((tokens, thinned(run.train, name)))
+            tokens = series(run.train, "tokens") / 1e6
+            curves.append((thinned(tokens), thinned(series(run.train, name))))
         panels.append(Panel(TOKENS, ylabel, curves, {"yscale": scale}))
-    if max(len(run.evals) for run in runs) > 1:
-        curves = []
-        for run in runs:
-            tokens = series(run.evals, "tokens") / 1e6
-            losses = [evaluation["loss"].get(run.depth) for evaluation in run.evals]
-            curves.append((tokens, np.array(losses, float)))
-        panels.insert(1, Panel(TOKENS, "validation loss, nats/token", curves))
+    curves = []
+    for run in runs:
+        losses = [evaluation["loss"].get(run.depth) for evaluation in run.evals]
+        curves.append((series(run.evals, "tokens") / 1e6, np.array(losses, float)))
+    panels.append(Panel(TOKENS, "validation loss, nats/token", curves))
+    names = [run.name for run in runs]
     return figure(out / "training.png", "Over training.", names, panels)
 
 
 def core_section(rules: CoreRules, runs: list[Run], out: Path) -> list[str]:
-    """Scores of runs by depth, and at mu_rec their tasks and the radar of their categories."""
+    """Scores of runs by depth, and at mu_rec the radar of their categories."""
     names = [run.name for run in runs]
     scores = []
     rows = []
     for run in runs:
         by_depth = run.core[rules]
-        nearest = min(by_depth, key=lambda depth: abs(depth - run.depth))
-        scores.append(by_depth[nearest])
+        scores.append(by_depth[nearest(by_depth, run.depth)])
         for depth, score in sorted(by_depth.items()):
-            for average in (score["aggregate"], score.get("core")):
-                if average:
-                    rows.append({"run": run.name, "depth": depth, **average})
-    size = rules.max_per_task or "all"
-    title = f"## {rules.panel}, protocol {rules.protocol}, baselines {rules.baselines}, "
-    title += f"{size} examples a task"
-    lines = [title, "", *records_table(rows, SCORES), *task_table(names, scores)]
+            for average in ("aggregate", "core"):
+                if average in score:
+                    rows.append({"run": run.name, "depth": depth, **score[average]})
+    known = [f"{name} {rule}" for name, rule in rules._asdict().items() if rule]
+    lines = [f"## {', '.join(known)}", "", *records_table(rows, SCORES)]
     panels = [radar(kind, scores) for kind in RADARS.get(rules.panel, [])]
-    known = [str(rule) for rule in rules if rule]
-    file = out / f"radar_{'_'.join(known)}.png"
+    file = out / f"radar_{'_'.join(known).replace(' ', '_')}.png"
     caption = "Mean centred accuracy by category at mu_rec."
     return lines + figure(file, caption, [*names, "chance"], panels, polar=True)
-
-
-def task_table(names: list[str], scores: list[dict]) -> list[str]:
-    rows = []
-    for task in dict.fromkeys(chain(*(score["tasks"] for score in scores))):
-        row = [task]
-        for score in scores:
-            found = score["tasks"].get(task, {})
-            means = [fmt(found.get(kind, {}).get("mean")) for kind in ("accuracy", "centered")]
-            row.append(" / ".join(means))
-        rows.append(row)
-    return table(["task: accuracy / centred", *names], rows)
 
 
 def radar(kind: str, scores: list[dict]) -> Panel:
@@ -270,14 +233,6 @@ def radar(kind: str, scores: list[dict]) -> Panel:
     curves.append((angles, np.zeros(len(angles))))
     labels = [textwrap.fill(name, 16, break_long_words=False) for name in names]
     return Panel("", "", curves, {"xticks": angles[:-1], "xticklabels": labels})
-
-
-def sample_section(run: Run) -> list[str]:
-    path = run.path / "sample.txt"
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8", errors="replace")[:4000]
-    return [f"## Sample of {run.name}", "", textwrap.indent(text, "    "), ""]
 
 
 def write_report(runs: list[Run], out: Path) -> list[str]:
@@ -298,8 +253,6 @@ def write_report(runs: list[Run], out: Path) -> list[str]:
     for rules in dict.fromkeys(chain(*(run.core for run in runs))):
         scored = [run for run in runs if rules in run.core]
         lines += core_section(rules, scored, out)
-    for run in runs:
-        lines += sample_section(run)
     (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
     return [headline(runs), "", *losses, *remarks]
 

@@ -1,24 +1,20 @@
 """Text from a trained model, at any depth.
 
     python -m tools.sample RUN --prompt "The sea" --depth 8
-    python -m tools.sample RUN --prompt "The sea" --depth auto --exit kl --exit-threshold 5e-4 --num 4
+    python -m tools.sample RUN --prompt "The sea" --depth auto --exit-threshold 5e-4 --num 4
 
 auto: a token leaves the loop when KL(readout_t || readout_{t-1}), a readout being the model's
-answer after loop t, or ‖h_t - h_{t-1}‖ / ‖h_t‖ falls under the threshold (Geiping et al., arXiv
-2502.05171, "zero-shot adaptive compute"). A token is a function of (seed, sample, position) and the
-text before it: of no generator's state, of no other sample.
+answer after loop t, falls under the threshold (Geiping et al., arXiv 2502.05171, "zero-shot
+adaptive compute"). A token is a function of (seed, sample, position) and the text before it: of no
+generator's state, of no other sample.
 """
 
-import argparse
-import codecs
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from core_eval import open_run
 from looped.cache import KVCache
@@ -36,17 +32,15 @@ from looped.machine import DEVICES, distributed
 from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
-THRESHOLDS = {"kl": 5e-4, "residual": 0.03}  # nats; a ratio
+THRESHOLD = 5e-4  # nats
 
 
 @dataclass
 class Depth:
     """How many loops a token takes."""
 
-    loops: int  # all take so many; with an exit, at most so many
-    exit: str | None = None  # "kl" or "residual": a token leaves when it falls under the threshold
-    threshold: float = 0.0
-    cache_loops: int = 0  # slots of keys and values that the loops share; 0: a slot for each
+    loops: int  # with a threshold, at most so many
+    threshold: float | None = None  # nats: a token leaves when its answer changes by less
 
 
 @dataclass
@@ -60,72 +54,54 @@ class Sampling:
     stop: frozenset[int] = frozenset()  # tokens that end a text
 
 
-class ExitRule:
-    """Which tokens loop on: Model.unroll follows `plan`; the rest sees each loop's result."""
-
-    def __init__(self, depth: Depth, live: torch.Tensor):
-        self.depth = depth
-        self.live = live  # (B, T) bool
-        self.taken = torch.zeros_like(live, dtype=torch.int64)  # loops of each token
-        self.readout = None  # of the last loop, log-probabilities
-
-    def plan(self):
-        for loop in even_plan(len(self.live), 0, self.depth.loops, self.live.device):
-            loop.live = self.live if self.depth.exit else None
-            self.taken = self.taken + self.live
-            yield loop
-            if not self.live.any():
-                return
-
-    def after_state(self, state) -> None:
-        move = (state.h - state.previous).norm(dim=-1)
-        self.leave(move / state.h.norm(dim=-1))
-
-    def after_readout(self, logits) -> None:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        last = self.readout
-        self.readout = logits.to(dtype).log_softmax(-1)  # (B, T, V)
-        if last is not None:
-            self.leave((self.readout.exp() * (self.readout - last)).sum(-1))
-
-    def leave(self, change) -> None:
-        self.live = self.live & (change >= self.depth.threshold)
-
-
 @torch.no_grad()
-def read(model, ids, positions, keys, cache, depth: Depth, live=None):
+def read(model, ids, positions, keys, cache, depth: Depth):
     """Reads tokens ids at positions, both (B, T), into the cache -> (final hidden state (B, T, D),
     loops taken (B, T)).
-
-    live (B, T): False for padding. Where a token sees the last loops of those before it, as a
-    readout's coda and shared slots do, they are read one by one.
     """
-    if live is None:
-        live = torch.ones_like(ids, dtype=torch.bool)
-    one_by_one = depth.exit == "kl" or 0 < cache.cache_loops < depth.loops
-    if one_by_one and ids.size(1) > 1:
-        columns = [part.split(1, 1) for part in (ids, positions, live)]
-        done = []
-        for token, at, alive in zip(*columns, strict=True):
-            done.append(read(model, token, at, keys, cache, depth, alive))
-        hidden, taken = zip(*done, strict=True)
+    if depth.threshold is not None and ids.size(1) > 1:
+        # each sees the last readouts of those before it
+        parts = []
+        for token, at in zip(ids.split(1, 1), positions.split(1, 1), strict=True):
+            parts.append(read(model, token, at, keys, cache, depth))
+        hidden, taken = zip(*parts, strict=True)
         return torch.cat(hidden, 1), torch.cat(taken, 1)
     cache.place(positions, *model.rotary(positions))
     h, inputs = model.before(ids, keys, cache)
-    rule = ExitRule(depth, live)
-    if inputs is None:
-        return model.after(h, ids, cache), rule.taken
-    for state in model.unroll(h, inputs, rule.plan(), cache):
-        if depth.exit == "kl":  # what the coda keeps is of the last readout
-            hidden = model.after(state.h, ids, cache)
-            rule.after_readout(model.head(hidden))
-        elif depth.exit == "residual":
-            rule.after_state(state)
-    if depth.exit:
-        cache.settle(int(rule.taken.max()))
-    if depth.exit != "kl":
-        hidden = model.after(state.h, ids, cache)
-    return hidden, rule.taken
+    if inputs is not None and depth.threshold is not None:
+        return read_with_exits(model, ids, h, inputs, cache, depth)
+    if inputs is not None:
+        plan = even_plan(len(ids), 0, depth.loops, ids.device)
+        for state in model.unroll(h, inputs, plan, cache):
+            h = state.h
+    return model.after(h, ids, cache), torch.full_like(ids, depth.loops)
+
+
+def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
+    """The same for one token a row, (B, 1), which leaves the loop when its answer has settled."""
+    live = torch.ones_like(ids, dtype=torch.bool)
+    taken = torch.zeros_like(ids)
+    last = None
+
+    def plan():
+        for loop in even_plan(len(ids), 0, depth.loops, ids.device):
+            loop.live = live
+            yield loop
+            if not live.any():
+                return
+
+    for state in model.unroll(h, inputs, plan(), cache):
+        taken += live
+        hidden = model.after(state.h, ids, cache)  # what the coda keeps is of the last readout
+        logits = model.head(hidden)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        readout = logits.to(dtype).log_softmax(-1)  # (B, 1, V)
+        if last is not None:
+            change = (readout.exp() * (readout - last)).sum(-1)
+            live = live & (change >= depth.threshold)
+        last = readout
+    cache.settle(int(taken.max()))
+    return hidden, taken
 
 
 def pick(logits, u, how: Sampling):
@@ -146,83 +122,46 @@ def pick(logits, u, how: Sampling):
 
 
 @torch.no_grad()
-def generate(model, prompts, keys, depth: Depth, how: Sampling, count: Counter | None = None):
-    """Yields {row: next token} of the rows going on, until each has its tokens, met a stop, or
-    filled the context.
+def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampling):
+    """Goes on from a prompt in one text for each key, from which its randomness comes.
 
-    prompts: lists of ids; keys: an integer for each, from which its randomness comes. count, if
-    given, gets the tokens read, the loops they took and the bytes of the cache.
+    Yields ({row: next token} of the rows going on, the loops that the tokens just read took), until
+    each has its tokens, met a stop, or filled the context.
     """
     device = model.cos.device
-    count = Counter() if count is None else count
-    ends = [min(len(prompt) + how.tokens, model.cfg.seq_len + 1) for prompt in prompts]
-    cache = KVCache(model.cfg, max(ends) - 1, depth.cache_loops)  # a last token is never read
-    texts = [list(prompt) for prompt in prompts]
-    unread = texts
-    every = torch.arange(len(texts), device=device)
     row_keys = torch.tensor(keys, device=device)
-    going = list(range(len(texts)))
-    while going:
-        sizes = torch.tensor([len(tokens) for tokens in unread], device=device)
-        lengths = torch.tensor([len(text) for text in texts], device=device)
-        ids = pad_sequence([torch.tensor(tokens) for tokens in unread], batch_first=True)
-        column = torch.arange(ids.size(1), device=device)
-        positions = (lengths - sizes)[:, None] + column  # (B, T)
-        active = torch.isin(every, torch.tensor(going, device=device))
-        live = (column < sizes[:, None]) & active[:, None]
-        hidden, taken = read(model, ids.to(device), positions, row_keys, cache, depth, live)
-        count.update(read=int(live.sum()), loops=int(taken.sum()))
-        count["bytes"] = cache.bytes()
-        logits = model.head(hidden[every, sizes - 1])
+    end = min(len(prompt) + how.tokens, model.cfg.seq_len + 1)
+    cache = KVCache(model.cfg, end - 1)  # a last token is never read
+    ids = torch.tensor([prompt] * len(keys), device=device)
+    going = list(range(len(keys)))
+    for place in range(len(prompt), end):  # of the token to be drawn
+        positions = torch.arange(place - ids.size(1), place, device=device).expand_as(ids)
+        hidden, taken = read(model, ids, positions, row_keys, cache, depth)
+        logits = model.head(hidden[:, -1])
         if not torch.isfinite(logits).all():
             why = "training diverged, or the depth is too large"
             fail(f"the model's answer at depth {depth.loops} is not finite: {why}")
-        u = []
-        for key, text in zip(keys, texts, strict=True):
-            number = np.array([len(text)])
-            u.append(uniforms(sequence_key(key, 1), number)[0])
+        at = np.array([place])
+        u = [uniforms(sequence_key(key, 1), at)[0] for key in keys]
         drawn = pick(logits, torch.tensor(u), how).tolist()
-        yield {row: drawn[row] for row in going}
-        on = []
-        for row in going:
-            if drawn[row] not in how.stop and len(texts[row]) + 1 < ends[row]:
-                texts[row].append(drawn[row])
-                on.append(row)
-        going = on
-        unread = [text[-1:] for text in texts]
-
-
-def collect(enc, rows, events, stop, stream):
-    """-> (tokens of each row without stops, the time of each event); `stream` prints a row."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may be part of a letter
-    tokens = [[] for _ in range(rows)]
-    times = []
-    for event in events:
-        times.append(time.perf_counter())
-        for row, token in event.items():
-            if token in stop:
-                continue
-            tokens[row].append(token)
-            if stream:
-                print(decoder.decode(enc.decode_single_token_bytes(token)), end="", flush=True)
-    if stream:
-        print(decoder.decode(b"", True))
-    return tokens, times
+        yield {row: drawn[row] for row in going}, taken[going]
+        going = [row for row in going if drawn[row] not in how.stop]
+        if not going:
+            return
+        ids = torch.tensor(drawn, device=device)[:, None]
 
 
 def open_model(run, device):
-    """-> (model with matrices in its activations' dtype, tokenizer, config); float32 on a CPU."""
-    model, enc, config = open_run(run, distributed(device).device)
+    """-> (model with matrices in its activations' dtype, tokenizer); float32 on a CPU."""
+    model, enc, _ = open_run(run, distributed(device).device)
     for name, parameter in model.named_parameters():
         if name.endswith("weight"):  # as every use would cast it
             parameter.data = parameter.data.to(model.dtype)
-    return model, enc, config
+    return model, enc
 
 
 def auto_or_loops(text):
-    if text == "auto" or (text.isdecimal() and int(text) < 10_000):
-        return text
-    raise argparse.ArgumentTypeError(f"{text} must be auto or a whole number up to 9999")
+    return text if text == "auto" else positive_int(text)
 
 
 def parse_args():
@@ -231,14 +170,8 @@ def parse_args():
     add("run", metavar="RUN", help="run directory")
     add("--prompt", action="append", required=True, help="text to go on from; may be repeated")
     add("--depth", type=auto_or_loops, help="loops, or auto (default: the run's mu_rec)")
-    add("--exit", choices=list(THRESHOLDS),
-        help="of --depth auto: what must fall under the threshold (default: kl)")  # fmt: skip
-    add("--exit-threshold", type=non_negative_float,
-        help="nats for kl, a ratio for residual (default: 5e-4, 0.03)")  # fmt: skip
-    add("--max-depth", type=positive_int,
-        help="of --depth auto: most loops (default: twice the run's mu_rec)")  # fmt: skip
-    add("--cache-loops", type=positive_int, default=0,
-        help="slots of keys and values that the loops share (default: one for each loop)")  # fmt: skip
+    add("--exit-threshold", type=non_negative_float, default=THRESHOLD,
+        help="of --depth auto, which takes at most twice mu_rec loops: nats (default: %(default)s)")  # fmt: skip
     add("--temperature", type=non_negative_float, default=0.8,
         help="0 takes the likeliest token (default: %(default)s)")  # fmt: skip
     add("--top-k", type=non_negative_int, default=0,
@@ -250,42 +183,29 @@ def parse_args():
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--device", default="auto", choices=DEVICES, help="auto: a GPU if there is one")
     args = parser.parse_args()
-    exits = (args.exit, args.exit_threshold, args.max_depth)
-    if args.depth != "auto" and exits != (None, None, None):
-        fail(
-            "--exit, --exit-threshold and --max-depth go with --depth auto only; "
-            "add that, or leave them out"
-        )
     if not all(args.prompt):
         fail('there is an empty prompt; give some text, for example --prompt "The"')
     return args
 
 
 def chosen_depth(args, cfg) -> Depth:
-    if not cfg.n_core:
-        if args.depth not in (None, "0") or args.cache_loops:
-            fail("this model has no loop; leave --depth and --cache-loops out")
+    if cfg.n_core == 0:
+        if args.depth:
+            fail("the model has no loop; leave --depth out")
         return Depth(0)
     if args.depth == "auto":
-        criterion = args.exit or "kl"
-        threshold = args.exit_threshold
-        if threshold is None:
-            threshold = THRESHOLDS[criterion]
-        return Depth(args.max_depth or 2 * cfg.mu_rec, criterion, threshold, args.cache_loops)
-    if args.depth == "0":
-        fail(f"--depth 0 must be at least 1; try --depth {cfg.mu_rec}")
-    return Depth(int(args.depth or cfg.mu_rec), cache_loops=args.cache_loops)
+        return Depth(2 * cfg.mu_rec, args.exit_threshold)
+    return Depth(args.depth or cfg.mu_rec)
 
 
 def main():
     args = parse_args()
-    model, enc, _ = open_model(args.run, args.device)
+    model, enc = open_model(args.run, args.device)
     depth = chosen_depth(args, model.cfg)
     stop = frozenset(enc.encode_single_token(name) for name in SPECIALS)
     how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens, stop)
+    keys = [sequence_key(args.seed, SEED_SAMPLE, i) for i in range(args.num)]
     room = model.cfg.seq_len
-    prompts = []
-    keys = []
     for text in args.prompt:
         prompt = [enc.encode_single_token(BOS), *encode(enc, text)]
         if len(prompt) > room:
@@ -293,39 +213,22 @@ def main():
                 f"the prompt has {len(prompt):,} tokens, {BOS} included, and the context {room:,}; "
                 "give a shorter one"
             )
-        prompts += [prompt] * args.num
-        keys += [sequence_key(args.seed, SEED_SAMPLE, i) for i in range(args.num)]
-    alone = len(prompts) == 1
-    if alone:
-        print(args.prompt[0], end="", flush=True)
-    count = Counter()
-    events = generate(model, prompts, keys, depth, how, count)
-    tokens, times = collect(enc, len(prompts), events, stop, alone)
-    if not alone:
-        for i, made in enumerate(tokens):
-            prompt, sample = divmod(i, args.num)
-            print(f"--- prompt {prompt + 1}, sample {sample + 1}")
-            print(args.prompt[prompt] + enc.decode_bytes(made).decode(errors="replace"))
-    full = any(len(p) + len(made) > room for p, made in zip(prompts, tokens, strict=True))
-    print(summary(tokens, times, count, room if full else None), file=sys.stderr)
-
-
-def summary(tokens, times, count, full) -> str:
-    """The last line; rates leave out each row's first token, which had the prompt to read.
-
-    full: the size of the context if a row filled it.
-    """
-    parts = [f"{sum(map(len, tokens))} tokens"]
-    if len(times) > 1:
-        seconds = times[-1] - times[0]
-        later = sum(max(0, len(made) - 1) for made in tokens)
-        parts.append(f"{later / seconds:.0f} tokens/s")
-        parts.append(f"{1e3 * seconds / (len(times) - 1):.1f} ms a token")
-    parts.append(f"mean depth {count['loops'] / count['read']:.2f}")
-    parts.append(f"keys and values {count['bytes']:,} bytes")
-    if full:
-        parts.append(f"the context of {full:,} tokens is full")
-    return "\n" + ", ".join(parts)
+        texts = [[] for _ in keys]
+        start = time.perf_counter()
+        loops = []  # of every token that was read
+        for drawn, taken in generate(model, prompt, keys, depth, how):
+            loops += taken.flatten().tolist()
+            for row, token in drawn.items():
+                if token not in stop:
+                    texts[row].append(token)
+        seconds = time.perf_counter() - start
+        for number, tokens in enumerate(texts, 1):
+            if args.num > 1:
+                print(f"--- sample {number}")
+            print(text + enc.decode_bytes(tokens).decode(errors="replace"))
+        made = sum(map(len, texts))
+        about = f"{made} tokens, {made / seconds:.0f} tokens/s, the prompt's reading included"
+        print(f"{about}; mean depth {np.mean(loops):.2f}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from dataloader import PackedData
 from looped.console import Parser, fail, first_line, positive_int, run_cli
-from looped.core_prompts import EncodedTask, Encoder, Example, Row, encode_task
+from looped.core_prompts import EncodedTask, Example, Row, encode_task, line_encoder
 from looped.core_results import ODD, describe, earlier, save, summarise, task_entry
 from looped.core_tasks import BUNDLE, PANELS, Panel, open_panel, own_task
 from looped.files import file_hash
@@ -279,7 +279,7 @@ def evaluate(model, enc, panel: Panel, settings: Settings, entries=None, done=No
             todo.append(task)
 
     def encode(task):
-        text = Encoder(enc)
+        text = line_encoder(enc)
         where = model.cfg.seq_len, settings.place
         if panel.protocol == "parcae" and task.shots:
             return [encode_task(task, panel, seed, text, *where) for seed in settings.seeds]

@@ -8,8 +8,8 @@ lambada Parcae's harness for LAMBADA: the last word after its passage, without B
 import functools
 import math
 import random
-import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,38 +104,61 @@ class Option:
     first: int  # the scored tokens are tokens[first:]
 
 
+@dataclass
 class Encoder:
-    """Tokenises each distinct line once: shots return in many prompts, and the options of a
-    question differ in their last lines.
+    """How texts become tokens."""
+
+    encode: Callable  # text -> (n,) int32
+    bos: np.ndarray  # (1,)
+    blank: str  # what dclm puts before an answer: a space where " a" is one token, else nothing
+
+
+def line_pieces(text: str) -> list[str]:
+    """The text cut after every line end that no white space follows."""
+    first, *lines = text.split("\n")
+    pieces = [first]
+    for line in lines:
+        pieces[-1] += "\n"
+        if line and not line[0].isspace():
+            pieces.append(line)
+        else:
+            pieces[-1] += line
+    return pieces
+
+
+def last_piece(text: str) -> int:
+    """Where the last of the text's line_pieces begins."""
+    end = len(text) - 1  # a line end there begins no piece
+    while (end := text.rfind("\n", 0, end)) >= 0:
+        if not text[end + 1].isspace():
+            return end + 1
+    return 0
+
+
+def line_encoder(enc) -> Encoder:
+    """An encoder that tokenises each distinct line once: shots return in many prompts, and the
+    options of a question differ in their last lines.
 
     No token of our pattern holds a line end and what comes after it, unless that is white space, so
-    the lines' tokens are those of the whole. Another pattern's texts are encoded whole.
+    the pieces' tokens are those of the whole. Another pattern's texts are encoded whole.
     """
+    by_line = enc._pat_str == PATTERN
 
-    def __init__(self, enc):
-        self.enc = enc
-        self.by_line = enc._pat_str == PATTERN
-        self.line = functools.cache(self.encode_line)
-        self.lines = functools.lru_cache(maxsize=16)(self.encode_lines)
-        self.bos = np.array([enc.encode_single_token(BOS)], np.int32)
-        # what dclm puts before an answer
-        self.blank = " " if len(self.line(" a")) == 1 else ""
+    @functools.cache
+    def tokens(line):
+        return np.array(enc.encode_ordinary(line), np.int32)
 
-    def encode_line(self, text: str) -> np.ndarray:
-        return np.array(self.enc.encode_ordinary(text), np.int32)
+    @functools.lru_cache(maxsize=16)
+    def lines(text):
+        return np.concatenate([tokens(piece) for piece in line_pieces(text)])
 
-    def encode_lines(self, text: str) -> np.ndarray:
-        lines = re.split(r"(?<=\n)(?=\S)", text)
-        return np.concatenate([self.line(line) for line in lines])
+    def encode(text):
+        last = last_piece(text) if by_line else 0
+        return np.concatenate([lines(text[:last]), tokens(text[last:])])
 
-    def encode(self, text: str) -> np.ndarray:
-        """-> tokens (n,) int32."""
-        if not self.by_line:
-            return self.encode_line(text)
-        before, end, last = text.rpartition("\n")
-        if last[:1].isspace() or not last:
-            return self.lines(text)
-        return np.concatenate([self.lines(before + end), self.line(last)])
+    bos = np.array([enc.encode_single_token(BOS)], np.int32)
+    blank = " " if len(tokens(" a")) == 1 else ""
+    return Encoder(encode, bos, blank)
 
 
 def question_text(task, row):

@@ -19,6 +19,13 @@ from looped.console import fail
 
 DEVICES = ("auto", "cuda", "mps", "cpu")
 HANG = timedelta(minutes=5)  # that a rank waits for another; one that dies is noticed at once
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "4090": 165e12,
+}  # dense bfloat16
 
 
 class Place(NamedTuple):
@@ -133,6 +140,16 @@ def processor() -> str:
         if found:
             return found[1]
     return platform.processor() or platform.machine()
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bfloat16 FLOP/s that the device's maker states; None for an unknown one."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for card, flops in PEAK_FLOPS.items():
+            if card in name:
+                return flops
+    return None
 
 
 def peak_memory(device: torch.device | None = None) -> float:

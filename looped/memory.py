@@ -248,11 +248,8 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
             break
     else:
         advice = less_memory(step.rows, args.batch_size, place.world)
-        where = "the GPU's memory" if place.is_gpu else "the memory"
-        fail(
-            f"--device-batch-size {step.rows} does not fit {where} at the deepest depth to be expected, of which "
-            f"{HEADROOM:.0%} must stay free; {advice}"
-        )
+        named = memory_named(model, step, place)
+        fail(f"--device-batch-size {step.rows} does not fit {named}; {advice}")
     rows_reason = "fits, and divides the batch" if place.is_gpu else "divides the batch"
     return MemoryFit(
         rows=step.rows,
@@ -303,6 +300,14 @@ def steps_to_try(cfg, base: Step, counts: list, chunks: list, less_up_to: float)
         if smaller and not (less and count * cfg.seq_len > less_up_to):
             steps.append(step)
     return steps
+
+
+def memory_named(model, step: Step, place: Place) -> str:
+    if not place.is_gpu:
+        return "the memory at the deepest depth"
+    need = predict_memory(model.cfg, step).peak() / GIB
+    free = free_memory(place) / GIB
+    return f"the GPU's memory: {free:.1f} GiB are free, of which {HEADROOM:.0%} must stay so, and the deepest depth needs some {need:.1f}"
 
 
 def chunk_reason(args, chunk: int, place: Place) -> str:

@@ -12,7 +12,7 @@ import torch
 from looped.checkpoint import newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
 from looped.files import write_atomic
-from looped.machine import peak_memory
+from looped.machine import peak_flops, peak_memory
 
 # Settings that may change when a run is continued; all others decide its numbers.
 FREE = {
@@ -104,6 +104,7 @@ COLUMNS = {
     "ms": "{:7.1f} ms",
     "mem_gb": "{:5.1f} GB",
     "minutes_left": "left {:6.1f} min",
+    "mfu": "mfu {:.3f}",
 }
 
 
@@ -114,6 +115,7 @@ class RunLog:
         self.config = config
         self.every = args.log_every
         self.device = device
+        self.peak = peak_flops(device)
         self.recent: deque[float] = deque(maxlen=50)  # milliseconds of the last steps
         self.began = time.perf_counter()
         self.last = self.began
@@ -160,5 +162,8 @@ class RunLog:
         steps = self.config["steps"]
         shown = dict(entry)
         shown["minutes_left"] = (steps - step) * sum(self.recent) / len(self.recent) / 6e4
+        if self.peak:
+            flops = entry["tok_s"] * self.config["flops_per_token"] / self.config["ranks"]
+            shown["mfu"] = flops / self.peak
         parts = [text.format(shown[name]) for name, text in COLUMNS.items() if name in shown]
         print(f"step {step:6d}/{steps}  " + "  ".join(parts), flush=True)

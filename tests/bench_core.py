@@ -28,7 +28,7 @@ from slow_core import slow_rendered, slow_task  # noqa: E402
 
 import core_eval as ce  # noqa: E402
 from looped.console import run_cli  # noqa: E402
-from looped.core_prompts import Encoder  # noqa: E402
+from looped.core_prompts import line_encoder  # noqa: E402
 from looped.core_tasks import load_panel  # noqa: E402
 from looped.tokenizer import load_tokenizer  # noqa: E402
 from model import PRESETS, Model, load_run  # noqa: E402
@@ -62,7 +62,7 @@ def compare(model, enc, task, panel, settings, total):
     context = model.cfg.seq_len
 
     def fast():
-        work = ce.encode_task(task, panel, 1234, Encoder(enc), context)
+        work = ce.encode_task(task, panel, 1234, line_encoder(enc), context)
         total["fed"] += sum(len(row.tokens) for row in work.rows)
         return ce.run_task(model, work, settings, 1234)
 
@@ -94,7 +94,7 @@ def host_seconds(args, enc) -> None:
         for task in panel.tasks:
 
             def encode(task=task, panel=panel, place=place):
-                text = Encoder(enc)
+                text = line_encoder(enc)
                 return ce.encode_task(task, panel, 1234, text, args.seq_len, place)
 
             work = timed("render and encode", total, encode)

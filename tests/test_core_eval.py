@@ -116,7 +116,7 @@ def answers_of(model, enc, task, rows, protocol="parcae", *, seed=1234, depths=(
     ranks = more.pop("ranks", 1)
     settings = ce.Settings(list(depths), [seed], **more)
     panel = panel_of(task, rows, protocol)
-    text = prompts.Encoder(enc)
+    text = prompts.line_encoder(enc)
     total = {depth: dict.fromkeys(ce.COLUMNS, 0) for depth in depths}
     for rank in range(ranks):
         place = Place(rank, ranks, torch.device("cpu"))
@@ -208,7 +208,7 @@ def test_shots_are_those_of_the_slow_sampler(protocol, draw):
 
 def options_of(enc, task, rows, protocol, limit=None):
     """[(question, its options)] of all examples."""
-    text = prompts.Encoder(enc)
+    text = prompts.line_encoder(enc)
     asked = prompts.questions(task, rows, protocol, limit, 1234)
     return [(question, prompts.OPTIONS[protocol](task, question, text)) for question in asked]
 
@@ -238,7 +238,7 @@ def test_rows_and_spans_are_those_of_the_slow_renderer(enc, kind, protocol, limi
 def test_lines_are_tokenised_as_in_the_whole_text(enc):
     """Also where a cut would change tokens: before white space, at line ends of every kind."""
     rng = random.Random(3)
-    text = prompts.Encoder(enc)
+    text = prompts.line_encoder(enc)
     parts = [
         *CORE_WORDS,
         "\n",
@@ -294,7 +294,7 @@ def test_an_option_that_begins_another_takes_no_row(enc):
     def rows_of(*choices):
         task, row = task_of("mc", shots=0), {"query": "the cat", "choices": choices, "gold": 0}
         panel = panel_of(task, [row] * 3)
-        return ce.encode_task(task, panel, 1, prompts.Encoder(enc), 64).rows
+        return ce.encode_task(task, panel, 1, prompts.line_encoder(enc), 64).rows
 
     assert len({len(enc.encode_ordinary(" " + c)) for c in ("Yes", "No")}) == 1
     assert len(rows_of("Yes", "No")) == 3  # they differ in their last token only
@@ -469,7 +469,7 @@ def test_blanks_are_kept_by_parcae_and_stripped_by_dclm():
             row = prompts.stripped(row)
             shots = [prompts.stripped(shot) for shot in shots]
         question = prompts.Question(0, row, shots)
-        text = SimpleNamespace(encode=encode, bos=encode("^"), blank=blank)
+        text = prompts.Encoder(encode, encode("^"), blank)
         options = prompts.OPTIONS[protocol](task, question, text)
         pairs = []
         for option in options:
@@ -565,7 +565,7 @@ def test_a_lambada_context_that_is_no_prefix_is_tokenised_without_its_end_blanks
     def encode(text):
         return np.array([ord(c) for c in text.replace("  ", "\t")], np.int32)
 
-    text = SimpleNamespace(encode=encode, bos=encode("^"), blank=" ")
+    text = prompts.Encoder(encode, encode("^"), " ")
     for context in ("a b ", "a b"):
         question = prompts.Question(0, {"context": context, "continuation": " c"}, [])
         (option,) = prompts.lambada_options(core_tasks.LAMBADA, question, text)
@@ -948,7 +948,7 @@ def test_user_mistakes_end_in_one_line(run, start, tmp_path, capsys):
 def test_every_real_task_parses_and_renders(enc, protocol):
     panel = core_tasks.load_panel(os.environ["EVAL_BUNDLE"], "core-extended", protocol)
     assert len(panel.rows) >= 44
-    text = prompts.Encoder(enc)
+    text = prompts.line_encoder(enc)
     for task in panel.tasks:
         if task.label not in panel.rows:
             continue

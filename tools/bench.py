@@ -25,12 +25,11 @@ from looped.console import Parser, positive_int, run_cli
 from looped.depth import sample_depths
 from looped.figures import fmt, table
 from looped.files import write_atomic
-from looped.machine import Place, best_dtype, distributed, machine_name
+from looped.machine import Place, best_dtype, distributed, machine_name, peak_flops
 from looped.memory import CPU_CHUNK, warm_up
 from looped.randomness import SEED_STATE, sequence_key
 from model import PRESETS, Model, ModelConfig
 from muon import Optimizer, Rates
-from tools.plan import CARDS
 from train import OPTIMIZERS, Batch, recipe_of, training_step
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -120,10 +119,8 @@ def step_row(variant: Variant, first: Variant, rows: int, place: Place) -> list:
     pairs = zip(variant.seconds, first.seconds, strict=True)
     ratio = statistics.median(own / other for own, other in pairs)
     rate = rows * cfg.seq_len / mean
-    mfu = None
-    for name, card in CARDS.items():
-        if place.is_gpu and name.split("-")[0] in torch.cuda.get_device_name():
-            mfu = rate * cfg.flops_per_token() / card.peak
+    peak = peak_flops(place.device)
+    mfu = rate * cfg.flops_per_token() / peak if peak else None
     numbers = [fmt(mean * 1e3, ".1f"), fmt(rate, ",.0f"), fmt(ratio, ".3f")]
     return [rows, variant.name, *numbers, fmt(mfu, ".3f")]
 

@@ -286,7 +286,11 @@ def test_run_directories_are_read_at_their_last_evaluation(packed, tmp_path, cap
     last = read_log(run / "log.jsonl")[1][-1]
     assert dict(zip(rows.depth, rows.loss)) == last["loss"] and set(rows.depth) == {1, 4}
     assert set(rows.best) == {last["loss"][4]} and set(rows.tokens) == {4608}
-    refused(capsys, lambda: scaling_laws.main(["fit", str(run)]), "no law can be fitted")
+    refused(
+        capsys,
+        lambda: scaling_laws.main(["fit", str(run), "--out", str(tmp_path / "fit")]),
+        "no law can be fitted",
+    )
     (run / "log.jsonl").write_text("")
     refused(capsys, lambda: scaling_laws.main(["fit", str(run)]), "is no finished run")
 

@@ -162,11 +162,19 @@ def measure_run(path: Path, args) -> list[dict]:
     files = sorted(path.glob("step_*.pt"))
     if not args.checkpoints:
         files = files[-1:]
+    tokens = config["args"]["batch_size"] * cfg.seq_len  # a step
     found = []
     for file in files:
         model.load_state_dict(read_checkpoint(file)["model"])
         step = step_of(file)
-        about = {"name": f"{path.name}, step {step}", "step": step, "tokens": ids.numel()}
+        name = f"step {step}"
+        about = {
+            "name": name if args.checkpoints else f"{path.name}, {name}",
+            "step": step,
+            "tokens": ids.numel(),
+            "command": config["command"],
+            "tokens_per_param": step * tokens / config["params"],
+        }
         found.append(about | measure(model, ids, args.loops))
     return found
 
@@ -212,7 +220,11 @@ def training_figures(found: list[dict], out: Path) -> list[str]:
 
 def page(runs: list[dict], pictures: list[str]) -> list[str]:
     names = [run["name"] for run in runs]
-    lines = [f"# Norms in the loop: {', '.join(names)}", ""]
+    lines = ["# Norms in the loop", ""]
+    newest = {run["command"]: run for run in runs}
+    for command, run in newest.items():
+        ratio = f"{run['tokens_per_param']:.2g} tokens a parameter"
+        lines += [f"`{command}`: {ratio} at step {run['step']}.", ""]
     lines += [f"{runs[0]['tokens']:,} validation tokens; {EXPLANATION}", "", *pictures]
     for key, label in QUANTITIES.items():
         frame = frame_of(runs, key).map(fmt, spec=".4g")

@@ -4,7 +4,7 @@ Looped language models: a Transformer whose middle block is applied a variable n
 
     e       = RMSNorm(P(wte[s]))                                prelude, run once
     h_{t+1} = decay ⊙ h_t + gain ⊙ (B e) + R̄(h_t, e)            core, run `depth` times
-    logits  = head(RMSNorm(coda(C h_T)))                        coda, run once
+    logits  = head(RMSNorm(coda(C h_depth)))                    coda, run once
 
     a = exp(A_log), Δ = softplus(dt_bias), decay = exp(-Δ a)    exact (zero-order hold) state decay
     gain = Δ                 `euler`   Parcae (Prairie et al. 2026, section 4)
@@ -20,7 +20,7 @@ Where to change what:
     the linear path           a class like DiagonalInjection, and its line in INJECTIONS
     one whole loop            Model.core_step, which knows each row's own loop index
     what becomes of a loop    a class as in looped/mechanisms.py, and its line in MECHANISMS
-    what is logged of h_T     Model.statistics
+    the log's statistics      Model.statistics, of the last loop's h and the one before
     how deep                  looped/depth.py
 """
 
@@ -114,7 +114,7 @@ class LoopInputs:
         return self.map(lambda x: x[:count] if x.dim() > 1 else x)
 
     def detach(self) -> "LoopInputs":
-        """The same as constants."""
+        """A copy cut off from autograd."""
         return self.map(torch.Tensor.detach)
 
 
@@ -133,10 +133,14 @@ class AddInjection(nn.Module):
 
     def initial(self, part: str, std: float, generator: torch.Generator) -> torch.Tensor:
         """Initial value of the parameter `part`; std: that of the network's input matrices."""
-        raise AssertionError(f"no initialisation is defined for parameter {part}")
+        raise AssertionError(
+            f"{part} has no initial value: add a case for it to `initial` or `_initial`"
+        )
 
     def drive(self, e):
-        """e (B, T, D) -> decay, write, which every loop of the sequence takes."""
+        """e (B, T, D) -> decay, (D,) or (B, T, D), or None; and the written input, (B, T, D). Every
+        loop of the sequence takes them.
+        """
         return None, e
 
     def inject(self, h, inputs: LoopInputs):
@@ -180,6 +184,8 @@ class DiagonalInjection(AddInjection):
             return torch.zeros(self.A_log.shape)  # a = 1
         if part == "B":
             return torch.eye(self.B.size(0))
+        if part != "dt_bias":
+            return super().initial(part, std, generator)
         dt = -math.log(self.initial_decay)  # decay = exp(-Δ)
         inverse = dt + math.log(-math.expm1(-dt))  # softplus⁻¹(dt)
         return torch.full(self.dt_bias.shape, inverse)
@@ -288,8 +294,8 @@ def setting(default, about: str):
 
 @dataclass
 class ModelConfig:
-    """The network. n_core = 0 makes it a plain Transformer. The defaults have the size of the
-    `nano` preset.
+    """The network. n_core = 0 makes it a plain Transformer. The defaults are the paper's model at
+    the size of `nano`, which itself has no B and C.
     """
 
     vocab_size: int = setting(1024, "entries of the tokenizer")
@@ -578,8 +584,8 @@ class LoopState:
 class Model(nn.Module):
     """Three pieces: `before` the loop, `core_step` (one loop) and `after` it.
 
-    The pieces are what torch.compile sees (`compile_pieces`); the loop itself stays in Python,
-    since its length varies.
+    torch.compile sees pieces (PIECES: after the loop, with the loss); the loop itself stays in
+    Python, since its length varies.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -631,7 +637,12 @@ class Model(nn.Module):
             name = name.removeprefix("injection.")  # its parameters are drawn by their own names
             key = sequence_key(seed, SEED_INIT, *name.encode())
             generator = torch.Generator().manual_seed(key & 0x7FFFFFFFFFFFFFFF)
-            p.copy_(self._initial(name, p, generator))
+            value = self._initial(name, p, generator)
+            if value.shape != p.shape:
+                raise AssertionError(
+                    f"{name} is {tuple(p.shape)}, its initial value {tuple(value.shape)}"
+                )
+            p.copy_(value)
 
     def _initial(self, name: str, p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """The initial value of a parameter."""
@@ -681,15 +692,16 @@ class Model(nn.Module):
         return self.initial_state(e, keys, positions), inputs
 
     def core_step(self, h, inputs: LoopInputs, t, cache=None):
-        """One loop: h (B, T, D) -> the state after it. t (B,) or (B, T): how many loops each row,
-        or token, took before.
+        """One loop: h (B, T, D) -> decay ⊙ h + gain ⊙ (B e) + R̄(h, e). `inject` gives the first two
+        terms; the blocks are residual and add R̄. t (B,) or (B, T): how many loops each row, or
+        token, took before.
         """
         x = self.injection.inject(h, inputs)
         x = self.run_blocks(x, self.cfg.n_prelude, inputs.values, cache)
         return self.injection.finish(x, inputs)
 
     def after(self, h, ids, cache=None):
-        """h_T (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""
+        """h after the last loop (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""
         cfg = self.cfg
         if self.C is not None:
             h = self.C(h.to(self.dtype)).to(h.dtype)
@@ -713,7 +725,7 @@ class Model(nn.Module):
             return torch.zeros_like(e)
         if std is None:
             std = input_std(D)
-        # a copy: compiled loops are specialised to what a view is a view of
+        # a copy: a graph compiled for a view is compiled again when what it views changes shape
         return hashed_normal(keys, T, D, std, cut, positions).to(e.dtype, copy=True)
 
     def value_rows(self, ids, first: int, count: int) -> list:
@@ -761,11 +773,11 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
     def after_loss(self, h, ids, targets):
-        """h_T (B, T, D) -> cross-entropy summed over the micro-batch's tokens, nats, float32."""
+        """h after the last loop (B, T, D) -> cross-entropy summed over the micro-batch's tokens, nats, float32."""
         return self.head_loss(self.after(h, ids).flatten(0, 1), targets.flatten())
 
     def token_losses(self, h, ids, targets):
-        """h_T (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
+        """h after the last loop (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
         x = self.after(h, ids).flatten(0, 1)
         size = self.loss_chunk or len(x)
         losses = []
@@ -784,6 +796,7 @@ class Model(nn.Module):
         """
         mechanism = self.mechanism
         x, history = mechanism.start(h)
+        before = x.detach()
         constants = inputs.detach()
         learning = False
         for loop in plan:
@@ -793,6 +806,9 @@ class Model(nn.Module):
                 x = x.detach().requires_grad_()
                 history = mechanism.resume(history)
                 learning = True
+            if loop.live is not None and not mechanism.can_wait:
+                name = type(mechanism).__name__
+                raise ValueError(f"{name} needs rows that loop together, so no such law of depths")
             if cache is not None:
                 cache.begin_loop(loop.number, loop.live)
             given = (inputs if learning else constants).rows(loop.active)
@@ -800,10 +816,12 @@ class Model(nn.Module):
             with torch.set_grad_enabled(learning):
                 propose = self._proposal(given, loop.index, cache)
                 new = mechanism.step(active, history, loop.index, propose)
-            if loop.live is not None:
-                live = loop.live.view(loop.live.shape + (1,) * (new.dim() - 2))
+            if loop.live is None:
+                before = x
+            else:  # what stands still keeps its last change
+                live = loop.live.view(loop.live.shape + (1,) * (new.dim() - loop.live.dim()))
                 new = torch.where(live, new, active)
-            before = x
+                before = torch.where(live, x.detach(), before)
             x = new if loop.active == len(x) else torch.cat([new, x[loop.active :]])
             yield LoopState(mechanism, x, before)
 

@@ -139,7 +139,7 @@ def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
 
 
 def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, k) of rows so deep that one draw in ten million is deeper; memory must suffice."""
+    """(n, k) of rows at the depth that one draw in ten million exceeds: memory is tried with it."""
     return draw(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 0.999))
 
 
@@ -154,7 +154,8 @@ class Loop:
     number: int  # loops that ran before it
     active: int  # rows 0 … active - 1 take it
     index: torch.Tensor  # (active,), or (B, T): how many loops each row, or token, has taken before
-    live: torch.Tensor | None = None  # (B, T) bool: tokens that take it; None: all of active rows
+    # rows (B,) or tokens (B, T) that take it, bool; None: all of the active rows
+    live: torch.Tensor | None = None
     gradient: bool = False
 
 
@@ -168,13 +169,16 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     """The loops of truncated backpropagation: row, or token, i takes n[i] loops without gradient,
     then k[i] with.
 
-    Rows, n and k (B,): without gradient all start together and leave as they finish; with gradient
-    they end together, and a row with k[i] < max(k) joins late, still at h_0 since its n[i] is 0. So
-    the active rows are always the first. Tokens, n and k (B, T): all start together, and one that
-    is done keeps its state, and the others still attend to it, so no row can be left out.
+    Rows, n and k (B,), deepest first and with n[i] = 0 where k[i] < max(k), as of every law above:
+    without gradient all start together and leave as they finish; with gradient they end together, and a row with k[i] < max(k)
+    joins late, still at h_0 since its n[i] is 0. So the active rows are always the first. Other
+    rows, and tokens, n and k (B, T): all are computed in every loop, and one that is done, or waits
+    for the loops with gradient, keeps its state; other tokens still attend to it.
     """
-    of_rows = n.ndim == 1
-    late = k.max() - k if of_rows else np.zeros_like(k)
+    late = k.max() - k
+    first_ones = n.ndim == 1 and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
+    if not first_ones:
+        late = np.zeros_like(k)
     without = int(n.max())  # loops without gradient
     indices = [np.full(n.shape, t) for t in range(without)]
     lives = [n > t for t in range(without)]
@@ -184,12 +188,12 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     if not lives:
         return []
     on_device = to_device(torch.from_numpy(np.stack(indices)), device)  # one copy for all loops
-    tokens = None if of_rows else to_device(torch.from_numpy(np.stack(lives)), device)
+    masks = None if first_ones else to_device(torch.from_numpy(np.stack(lives)), device)
     loops = []
     for number, live in enumerate(lives):
-        active = int(live.sum()) if of_rows else len(n)
+        active = int(live.sum()) if first_ones else len(n)
         loop = Loop(number, active, on_device[number, :active], gradient=number >= without)
-        if not of_rows:
-            loop.live = tokens[number]
+        if masks is not None:
+            loop.live = masks[number]
         loops.append(loop)
     return loops

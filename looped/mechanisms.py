@@ -15,7 +15,11 @@ sampling alike:
                         propose(h) is core_step(h)
     resume(history)     the history as the loops with gradient should find it
     read(x)             what is carried -> h (B, T, D)
+    can_wait            whether a row may stand still while others loop on; False: it needs a history
     initial(part)       initial value of the parameter of that name
+
+What belongs to a row must be carried in x, or padded: an entry of the history has the rows that were
+active in its loop, and a later loop may have fewer (slice it) or more, which begin at h_0 (pad_rows).
 
 Letters as in model.py; Q loop indices. The raw loop is `--injection none`; with `diagonal` they
 stand on the control path.
@@ -61,6 +65,8 @@ def pad_rows(x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
 class PlainLoop(nn.Module):
     """The loop itself: what it proposes is the next state."""
 
+    can_wait = True
+
     def __init__(self, cfg):
         super().__init__()
 
@@ -87,6 +93,8 @@ class AttnRes(PlainLoop):
     the loops without gradient keep n + 1 entries of T D numbers a row and Q scores a token with
     each, where the plain loop keeps only h.
     """
+
+    can_wait = False  # a loop without a row would still enter its history
 
     def __init__(self, cfg):
         super().__init__(cfg)

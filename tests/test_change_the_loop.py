@@ -13,6 +13,7 @@ from helpers import ROOT, assert_same_gradients, gradients, small_model, token_b
 from torch._dynamo.utils import counters
 
 from looped.cache import KVCache
+from model import ModelConfig
 from muon import AdamW, Optimizer, Rates
 from tools.sample import Depth, read
 from train import Batch, training_step
@@ -103,6 +104,19 @@ DEPTH_LAWS = {
     "uniform": uniform,""",
     )
 ]
+LOOSE = [  # a law in which k is drawn by itself: rows wait for each other
+    (
+        "DEPTH_LAWS = {",
+        """
+def loose(mu_rec, mu_bwd, u, v):
+    depth = np.maximum(1, poisson_quantile(u, mu_rec))
+    k = np.minimum(depth, 1 + (v * 3).astype(np.int64))
+    return depth - k, k
+
+DEPTH_LAWS = {
+    "loose": loose,""",
+    )
+]
 CHANGES = {
     "a third gain": (GAIN, {"gain": "midpoint"}),
     "selective decay and gain": (SELECTIVE, {"gain": "zoh"}),
@@ -112,6 +126,8 @@ CHANGES = {
     "a mechanism": (MECHANISM, {"mechanism": "damped"}),
     "a statistic": (STATISTIC, {}),
     "a depth law": (LAW, {"sampling": "uniform"}),
+    "a depth law with a k of its own": (LOOSE, {"sampling": "loose"}),
+    "the same, streams": (LOOSE, {"sampling": "loose", "mechanism": "hyper"}),
     "all of them": (
         GAIN + SELECTIVE + BY_INDEX + MECHANISM + STATISTIC + LAW,
         {"gain": "midpoint", "mechanism": "damped", "sampling": "uniform"},
@@ -138,8 +154,8 @@ def load(path, name, edits, folder, monkeypatch):
 def changed(request, tmp_path, monkeypatch):
     """(the changed modules depth and model, a small float64 model of theirs)."""
     edits, settings = CHANGES[request.param]
-    laws = [edit for edit in edits if edit in LAW]
-    others = [edit for edit in edits if edit not in LAW]
+    laws = [edit for edit in edits if edit in LAW + LOOSE]
+    others = [edit for edit in edits if edit not in laws]
     depth = load(ROOT / "looped/depth.py", "looped.depth", laws, tmp_path, monkeypatch)
     module = load(ROOT / "model.py", "model", others, tmp_path, monkeypatch)
     model = small_model(module.ModelConfig(**SIZES, **settings))
@@ -151,18 +167,20 @@ def test_a_change_in_one_place_works_everywhere(changed):
     cfg = model.cfg
     ids, targets, keys = token_batch(cfg)
     n, k = N, K
-    if cfg.granularity == "token" or cfg.sampling == "uniform":
+    if cfg.granularity == "token" or cfg.sampling in ("uniform", "loose"):
         n, k = depth.sample_depths(cfg, 0, 0, 6)
-    want = gradients(model, model.loss(ids, targets, keys, n, k)[0])
+    loss, logged = model.loss(ids, targets, keys, n, k)
+    want = gradients(model, loss)
 
     # mixed depths: each row by itself
     model.zero_grad()
     alone = 0.0
     for i in range(6):
         row = slice(i, i + 1)
-        loss, _ = model.loss(ids[row], targets[row], keys[row], n[row], k[row])
+        loss, stats = model.loss(ids[row], targets[row], keys[row], n[row], k[row])
         loss.backward()
-        alone += loss.item()
+        alone += stats["residual"].item()
+    assert alone == pytest.approx(logged["residual"].item(), rel=1e-5)
     assert all(p.grad is not None for p in model.parameters())
     own = {name: p.grad for name, p in model.named_parameters()}
     assert all(g.norm() > 0 for name, g in own.items() if name.split(".")[-1] in "S phase share")
@@ -200,6 +218,16 @@ def test_changes_compile(changed):
     model.compile_pieces("eager")
     assert_same_gradients(gradients(model, model.loss(*inputs)[0]), want, 1e-6)
     assert counters["stats"]["unique_graphs"] > 2 and not counters["graph_break"]
+
+
+def test_tokens_that_all_loop_as_their_row_log_what_the_row_logs():
+    model = small_model(ModelConfig(**SIZES, value_embeds=False))
+    inputs = token_batch(model.cfg)
+    _, by_row = model.loss(*inputs, N, K)
+    n, k = (np.repeat(x[:, None], model.cfg.seq_len, 1) for x in (N, K))
+    _, by_token = model.loss(*inputs, n, k)
+    for name, value in by_row.items():
+        assert by_token[name].item() == pytest.approx(value.item(), rel=1e-5), name
 
 
 @pytest.mark.parametrize("changed", ["a statistic", "selective decay and gain"], indirect=True)

@@ -806,9 +806,6 @@ class Model(nn.Module):
                 x = x.detach().requires_grad_()
                 history = mechanism.resume(history)
                 learning = True
-            if loop.live is not None and not mechanism.can_wait:
-                name = type(mechanism).__name__
-                raise ValueError(f"{name} needs rows that loop together, so no such law of depths")
             if cache is not None:
                 cache.begin_loop(loop.number, loop.live)
             given = (inputs if learning else constants).rows(loop.active)
@@ -860,7 +857,11 @@ class Model(nn.Module):
         ids = ids.contiguous()
         targets = targets.contiguous()
         h, inputs = self.before(ids, keys)
-        state = self.run_loops(h, inputs, training_plan(n, k, ids.device))
+        plan = training_plan(n, k, ids.device)
+        if not self.mechanism.can_wait and any(loop.live is not None for loop in plan):
+            name = self.cfg.mechanism
+            raise ValueError(f"--mechanism {name} needs a law of depths whose rows loop together")
+        state = self.run_loops(h, inputs, plan)
         loss = self.after_loss(state.h, ids, targets)
         return loss, self.statistics(state, inputs)
 

@@ -199,7 +199,9 @@ class Oracle:
             total = total + self.token_losses(states[-1], ids[i], targets[i]).sum()
             if len(states) > 1:
                 norm += states[-1].norm(dim=-1).sum().item()
-                change += (states[-1] - states[-2]).norm(dim=-1).sum().item()
+                moves = [(new - old).norm(dim=-1) for old, new in zip(states, states[1:])]
+                for of_token in torch.stack(moves, 1).tolist():  # a finished one moves no more
+                    change += [move for move in of_token if move > 0][-1]
         return total, {"state_norm": norm, "residual": change}
 
     def gradients(self, loss) -> dict:

@@ -267,8 +267,8 @@ MECHANISMS = {"none": PlainLoop, "attnres": AttnRes, "hyper": HyperConnected}
 # -------------------------------------------------------------------------------------------------
 # Configuration
 
-# Initial loop states: standard deviation (None: that of the input matrices) and where the normal is
-# cut.
+# Initial loop states: a normal's standard deviation (None: that of the input matrices), and how many
+# of them it is cut at.
 STATE_INITS = {"like-init": (None, 3.0), "normal": (1.0, 5.0), "zero": (0.0, 3.0)}
 BLOCKS = ("prenorm", "resnorm")
 MLPS = ("relu2", "swiglu")
@@ -593,9 +593,7 @@ class Model(nn.Module):
         self.cfg = cfg
         d = cfg.d_model
         self.dtype = torch.float32  # of activations
-        self.residual_dtype = (
-            None  # of the residual stream and the loop's state; None: as activations
-        )
+        self.residual_dtype = None  # of residual stream and loop state; None: as activations
         self.loss_chunk = 0  # tokens; 0 keeps all logits of a micro-batch
         self.checkpoint_loops = False
         self.is_compiled = False

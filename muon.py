@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-# renamed in torch 2.13
+# torch before 2.13 has them under their old names
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -35,7 +35,8 @@ POLAR_EXPRESS = (  # arXiv 2505.16932, five steps
 
 
 # -------------------------------------------------------------------------------------------------
-# Updates, in place. ok is 0 or 1: 0 leaves everything as it was.
+# Updates, in place. ok: 1, or 0 where a loss or gradient is not finite, and then nothing changes. A tensor, so that
+# nothing waits for the device.
 
 
 def polar_express(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -152,7 +153,7 @@ class Muon:
         return [lr, weight_decay, rates.momentum, 1 - rates.momentum]
 
     def apply(self, buffer: Buffer, g, rates: torch.Tensor, step, ok) -> None:
-        """Updates the places that hold a matrix; they come first."""
+        """Updates the matrices of this rank's part of the stack; the padding at its end is left out."""
         dtype = torch.bfloat16 if g.is_cuda else torch.float32
         held = slice(0, buffer.held())
         if held.stop == 0:
@@ -244,9 +245,8 @@ class Optimizer:
         self.rank = rank
         self.world = world
         self.buffers: list[tuple] = []  # (rule, Buffer)
-        dealt = (
-            0  # matrices so far: a stack goes on where the last ended, which evens out the ranks
-        )
+        # matrices so far: a stack goes on where the last ended, which evens out the ranks
+        dealt = 0
         for rule, members in groups:
             if not members:
                 continue

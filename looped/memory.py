@@ -2,8 +2,8 @@
 What a training step takes of memory: predicted, tried before the first step, and made to fit.
 
 B rows, T tokens a row, D width, V vocabulary; a "block application" is one block run once, with gradient if not said
-otherwise. The formula was fitted to the peaks that torch's allocator saw on a card that launches nothing
-(results/rehearsal.md), and agrees with them within 10 % (tests/test_gpu.py).
+otherwise. The formula was fitted to the peaks that torch's allocator saw beside a stand-in for the GPU's driver, which runs
+no kernel (results/rehearsal.md), and agrees with them within 10 % (tests/test_gpu.py).
 """
 
 import contextlib
@@ -27,7 +27,8 @@ CHUNK = 8192  # tokens whose logits exist at once on a GPU that cannot hold all
 CPU_CHUNK = 256
 
 # Numbers that a block application keeps for the backward pass, per token: so many times D for norms, attention and
-# residuals, and so many times the MLP's width. relu²: the product before it, and after it; SwiGLU: both and theirs.
+# residuals, and so many times the MLP's width. relu²: its argument and its value; SwiGLU: both factors and their
+# product.
 KEPT_BESIDE_MLP = 11.2
 KEPT_OF_MLP = {"relu2": 2.0, "swiglu": 3.0}
 # The same where less is kept (keep_less).
@@ -372,9 +373,8 @@ def try_step(model, optimizer, step: Step, place: Place) -> float | None:
         # the ranks agree before the update, in which they wait for each other
         for part in (warm_up, warm_up_update):
             if not succeeds(part, model, optimizer, step.rows, place):
-                if (
-                    model.is_compiled
-                ):  # or the graphs of fewer rows would be slower ones, of any number of rows
+                if model.is_compiled:
+                    # else the next try's rows would share a slower graph for any number of rows
                     torch._dynamo.reset()
                 gc.collect()
                 return None

@@ -57,7 +57,7 @@ from looped.files import file_hash, read_checked
 from looped.machine import DEVICES, Place, best_dtype, distributed, leave, to_device
 from looped.memory import check_room, fit_memory
 from looped.randomness import SEED_STATE, sequence_key
-from looped.run_directory import RunLog, begun_dtype, is_finished, prepare_run
+from looped.run_directory import RunLog, begun_dtype, is_finished, prepare_run, release_run
 from looped.settings import DEVICE_BATCH, FINAL_DEPTHS, eval_depths, ramp_steps, settle
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
@@ -755,6 +755,8 @@ def main(argv=None):
         train(args, progress)
     except (RuntimeError, MemoryError, OSError) as e:
         explain(e, args, progress)
+    finally:
+        release_run()
 
 
 if __name__ == "__main__":

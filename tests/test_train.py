@@ -475,11 +475,32 @@ def test_directories_that_are_something_else_are_refused(base, packed, tmp_path,
     (run / "config.json").unlink()
     refused(capsys, lambda: here(packed, run, "--resume"), "no config.json")
     rows = shutil.copytree(packed, tmp_path / "rows")
-    refused(capsys, lambda: here(rows, rows, "--resume"), "same file")
+    before = contents(rows)
+    refused(capsys, lambda: here(packed, rows, "--resume"), "no run to continue", "--out")
+    assert contents(rows) == before
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / ".config.json.tmp").write_bytes(b"{")  # a start was cut off
+    here(packed, tmp_path / "begun", "--resume", "--stop-at", "1")
     save_tokenizer(rows / "tokenizer.json", [bytes([i]) for i in range(256)])
     refused(capsys, lambda: here(rows, tmp_path / "x"), "not the tokenizer of these rows")
     inside = packed / "manifest.json" / "r"
     refused(capsys, lambda: here(packed, inside), "the run directory is")
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(packed, tmp_path, capsys):
+    run = tmp_path / "r"
+    p = subprocess.Popen(command("train.py", *flags(packed, run, "--tokens", "5e5")), env=ENV)
+    wait_for_steps(run, 2, [p])
+    try:
+        again = ["--tokens", "5e5", "--resume", "--stop-at", "1"]
+        refused(capsys, lambda: here(packed, run, *again), "is being trained by another process")
+    finally:
+        p.kill()
+        p.wait()
+    here(packed, run, *again)  # at once
+    with pytest.raises(SystemExit):
+        here(packed, run, *again, "--muon-lr", "1")
+    here(packed, run, *again)  # an error has let it go
 
 
 def test_an_existing_run_is_not_overwritten(base, packed, capsys):

@@ -28,7 +28,7 @@ LEFT = {LOCK, ".config.json.tmp"}
 
 
 def differences(old: dict, new: dict, defaults: dict) -> list[str]:
-    """Names of the settings in which a continued run would differ from its beginning.
+    """The settings in which a continued run would differ from its beginning.
 
     old, new: contents of config.json; defaults: of the network's settings, for those that an older
     run lacks.
@@ -36,10 +36,11 @@ def differences(old: dict, new: dict, defaults: dict) -> list[str]:
     names = []
     for name, value in new["args"].items():
         if name not in FREE and old["args"].get(name, value) != value:
-            names.append(flag(name))
+            names.append(f"{flag(name)} {old['args'][name]} (now {value})")
     for name, value in new["model"].items():
-        if old["model"].get(name, defaults[name]) != value:
-            names.append(flag(name))
+        was = old["model"].get(name, defaults[name])
+        if was != value:
+            names.append(f"{flag(name)} {was} (now {value})")
     for name in ("tokenizer", "data"):
         if old[name]["sha256"] != new[name]["sha256"]:
             names.append(name)

@@ -526,6 +526,7 @@ def test_speedrun_refuses_what_it_cannot_use_in_one_line(tmp_path):
     of_others = "data/text-v4096 was made from /others/text, not "  # whose tokenizer it would take
     for name, value, why in (
         ("TOKENS", "many", "TOKENS=many is not a number"),
+        ("JOBS", "0", "JOBS=0 is not a whole number"),
         ("DATA", "mine/text", of_others),
     ):
         own = {"PY": sys.executable, "PRESET": "tiny", "DATA": "mine/text", name: value}

@@ -258,7 +258,28 @@ LOOP_FLAGS = {
     "granularity",
     "mechanism",
     "streams",
+    "prelude_norm",
+    "state_init",
+    "ssm_decay",
 }
+DIAGONAL_FLAGS = ("gain", "input_matrix", "ssm_decay")
+
+
+def check_meaning(preset: str, given: dict, settings: dict) -> None:
+    """Refuses flags that were given and would change nothing in a network of these settings."""
+    meaningless = [flag(name) for name in given if name in LOOP_FLAGS]
+    if settings["n_core"] == 0 and meaningless:
+        fail(
+            f"{' '.join(meaningless)} has no meaning for --preset {preset} with --n-core 0: "
+            "no loop; try --n-core 1 --mu-rec 8"
+        )
+    injection, mechanism = settings["injection"], settings["mechanism"]
+    meaningless = [flag(name) for name in DIAGONAL_FLAGS if name in given]
+    if injection != "diagonal" and meaningless:
+        why = f"has no meaning with --injection {injection}, only with diagonal; leave it out"
+        fail(f"{' '.join(meaningless)} {why}")
+    if "streams" in given and mechanism != "hyper":
+        fail(f"--streams has no meaning with --mechanism {mechanism}; try --mechanism hyper")
 
 
 def model_config(args) -> ModelConfig:
@@ -273,12 +294,7 @@ def model_config(args) -> ModelConfig:
     settings |= given
     if settings["mu_rec"] > MAX_MU_REC:
         fail(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")
-    meaningless = [flag(name) for name in given if name in LOOP_FLAGS]
-    if settings["n_core"] == 0 and meaningless:
-        fail(
-            f"{' '.join(meaningless)} has no meaning for --preset {args.preset} with --n-core 0: "
-            "no loop; try --n-core 1 --mu-rec 8"
-        )
+    check_meaning(args.preset, given, settings)
     try:
         return ModelConfig(**settings)
     except ValueError as e:

@@ -84,11 +84,13 @@ def write_checked(path, data):
     write_atomic(path, f"{text}\n".encode())
 
 
-def read_checked(path):
-    """What write_checked wrote, None where there is no file; a damaged one ends the program."""
+def read_checked(path, wrong=None, advice="delete it and make it again"):
+    """What write_checked wrote, None where there is no file; a damaged one ends the program, with
+    these words.
+    """
     if not Path(path).exists():
         return None
-    with outside(f"{path} is damaged", "delete it and make it again"):
+    with outside(wrong or f"{path} is damaged", advice):
         data = json.loads(Path(path).read_bytes())
         if data.pop("checksum") != json_hash(data) or data["version"] != 1:
             raise ValueError("wrong checksum or version")

@@ -573,6 +573,11 @@ REFUSED = {
     "--seq-len 64": "seq_len 32, the model has 64",
     "--data nowhere": "--data nowhere holds no packed rows",
     "--preset transformer-nano --gain zoh": "--gain has no meaning for --preset transformer-nano",
+    "--n-core 0 --ssm-decay 0.9": "--ssm-decay has no meaning",
+    "--n-core 0 --state-init zero --no-prelude-norm": "--prelude-norm --state-init has no meaning",
+    "--injection add --gain zoh": "--gain has no meaning with --injection add",
+    "--preset rdm-nano --input-matrix": "--input-matrix has no meaning with --injection concat",
+    "--streams 2": "--streams has no meaning with --mechanism none",
     "--n-core 0 --mu-rec 4": "--mu-rec has no meaning for --preset nano with --n-core 0",
     "--data /dev/null": "--data /dev/null holds no packed rows",
 }

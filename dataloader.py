@@ -306,6 +306,14 @@ def pack_jobs(pool, workers, folder, jobs, settings):
             wait_until(can_start, PATIENCE, f"{jobs[0].source} to come")
 
 
+def refuse_foreign(out, jobs):
+    """Refuses a folder that is not of pack's making and has files of the names to be written."""
+    for job in jobs:
+        if (out / job.file).exists():
+            advice = "move it or choose another --out"
+            fail(f"{out} holds {job.file} but no manifest.json nor tokenizer.json; {advice}")
+
+
 def pack(args):
     """Packs the shards that are missing, several at a time. Killed, it loses only those begun."""
     out = Path(args.out)
@@ -321,6 +329,8 @@ def pack(args):
         elif own.exists() and file_hash(own) != settings.tokenizer_sha256:
             advice = "move it or choose another --out"
             fail(f"{own} is another tokenizer than {args.tokenizer}; {advice}")
+        elif not own.exists():
+            refuse_foreign(out, jobs)
         write_atomic(own, Path(args.tokenizer).read_bytes())  # the rows' copy
         missing = [job for job in jobs if job.file not in good]
         files = [job.file for job in jobs]
@@ -357,6 +367,9 @@ def finish(folder, settings, entries):
     save_manifest(folder, settings, entries, tokens=tokens, counts=counts, unigram_entropy=nats)
     print(f"{folder}: {tokens:,} training tokens in full rows; unigram entropy {nats:.3f} nats")
     print(f"training text: {', '.join(f'{n:,} {name}' for name, n in counts.items())}")
+    cropped = counts["cropped tokens"] / max(1, counts["tokens"])
+    if cropped > 0.5:
+        print(f"{cropped:.0%} of the text was cropped; try --long-docs split")
 
 
 # ---- the training stream

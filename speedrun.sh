@@ -26,6 +26,10 @@ BUNDLE=${BUNDLE:-}                                                      # CORE t
 PROMPT=${PROMPT:-$([ "$DATA" = stdlib ] && echo 'def ' || echo The)}    # what the samples at the end begin with
 PY=${PY:-}                                                              # Python with the dependencies (default: .venv)
 
+for name in JOBS NPROC; do
+    [[ ${!name} =~ ^[1-9][0-9]{0,5}$ ]] || { echo "error: $name=${!name} is not a whole number from 1 on" >&2; exit 2; }
+done
+
 say() { printf '\n[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
 
 if [ -z "$PY" ]; then

@@ -75,6 +75,8 @@ def main(argv=None):
     out = Path(args.out)
     if out.is_dir():
         fail(f"--out {out} is a folder; name a file, for example {out / 'tokenizer.json'}")
+    if out.exists():
+        fail(f"--out {out} is there already; move it or choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     sources = find_sources(args.data, args.val_file)
     start = time.time()

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import core_eval
 from dataloader import PackedData
 from looped.announce import announce, choices_made, run_config
-from looped.checkpoint import MISFIT, join_writer, restore, save_checkpoint
+from looped.checkpoint import MISFIT, join_writer, restore, same_weights, save_checkpoint
 from looped.console import (
     Parser,
     fail,
@@ -57,7 +57,7 @@ from looped.files import file_hash, read_checked
 from looped.machine import DEVICES, Place, best_dtype, distributed, leave, to_device
 from looped.memory import check_room, fit_memory
 from looped.randomness import SEED_STATE, sequence_key
-from looped.run_directory import RunLog, begun_dtype, is_finished, prepare_run
+from looped.run_directory import RunLog, begun_dtype, is_finished, prepare_run, release_run
 from looped.settings import DEVICE_BATCH, FINAL_DEPTHS, eval_depths, ramp_steps, settle
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
@@ -108,6 +108,7 @@ RECIPES = {
 }  # fmt: skip
 CORE_EXAMPLES = 32  # a task of --core-every; ten-shot tasks need 11
 COMPILE_STEPS = 1500  # from which compiling, some minutes, pays on a CPU (LOG.md)
+MAX_MU_REC = 10_000  # drawing a depth takes as long as its mean
 BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
 
 
@@ -257,7 +258,28 @@ LOOP_FLAGS = {
     "granularity",
     "mechanism",
     "streams",
+    "prelude_norm",
+    "state_init",
+    "ssm_decay",
 }
+DIAGONAL_FLAGS = ("gain", "input_matrix", "ssm_decay")
+
+
+def check_meaning(preset: str, given: dict, settings: dict) -> None:
+    """Refuses flags that were given and would change nothing in a network of these settings."""
+    meaningless = [flag(name) for name in given if name in LOOP_FLAGS]
+    if settings["n_core"] == 0 and meaningless:
+        fail(
+            f"{' '.join(meaningless)} has no meaning for --preset {preset} with --n-core 0: "
+            "no loop; try --n-core 1 --mu-rec 8"
+        )
+    injection, mechanism = settings["injection"], settings["mechanism"]
+    meaningless = [flag(name) for name in DIAGONAL_FLAGS if name in given]
+    if injection != "diagonal" and meaningless:
+        why = f"has no meaning with --injection {injection}, only with diagonal; leave it out"
+        fail(f"{' '.join(meaningless)} {why}")
+    if "streams" in given and mechanism != "hyper":
+        fail(f"--streams has no meaning with --mechanism {mechanism}; try --mechanism hyper")
 
 
 def model_config(args) -> ModelConfig:
@@ -270,12 +292,9 @@ def model_config(args) -> ModelConfig:
     if "mu_rec" in given and "mu_bwd" not in given:
         settings["mu_bwd"] = 0  # half of mu_rec again, not of the preset's
     settings |= given
-    meaningless = [flag(name) for name in given if name in LOOP_FLAGS]
-    if settings["n_core"] == 0 and meaningless:
-        fail(
-            f"{' '.join(meaningless)} has no meaning for --preset {args.preset} with --n-core 0: "
-            "no loop; try --n-core 1 --mu-rec 8"
-        )
+    if settings["mu_rec"] > MAX_MU_REC:
+        fail(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")
+    check_meaning(args.preset, given, settings)
     try:
         return ModelConfig(**settings)
     except ValueError as e:
@@ -602,17 +621,29 @@ def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) ->
 # The parts of a run, and the run itself
 
 
-def begin_from(run, model: Model, data: PackedData) -> None:
-    """Puts another run's newest weights into the model."""
+def begin_from(run, model: Model, data: PackedData) -> dict:
+    """Another run's newest weights, which must be such as the model's."""
     try:
         other, _, config = load_run(run)
-        model.load_state_dict(other.state_dict())
+        weights = other.state_dict()
+        same_weights(weights, model)
         same_tokens = config["tokenizer"]["sha256"] == data.manifest["tokenizer_sha256"]
     except (*MISFIT, FileNotFoundError) as e:
         fail(f"--init-from {run}: {first_line(e)}")
     if not same_tokens:
         advice = f"pack them with {run}/tokenizer.json"
         fail(f"--init-from {run} has another tokenizer than the data; {advice}")
+    return weights
+
+
+def check_sources(args, cfg: ModelConfig, data: PackedData) -> None:
+    """Refuses what the run could not begin with, before its directory is made."""
+    if args.init_from:
+        with torch.device("meta"):
+            model = Model(cfg)
+        begin_from(args.init_from, model, data)
+    if args.core_every:
+        open_panel(args.bundle, limit=CORE_EXAMPLES)
 
 
 def choose_dtype(args, place: Place) -> str:
@@ -655,7 +686,7 @@ def build(
     model.checkpoint_loops = args.checkpoint_loops
     model.init_weights(args.seed)
     if args.init_from and not newest:
-        begin_from(args.init_from, model, data)
+        model.load_state_dict(begin_from(args.init_from, model, data))
     model.to(place.device)
     groups = OPTIMIZERS[args.optimizer](model, args, compiled)
     optimizer = Optimizer(groups, args.clip, place.rank, place.world)
@@ -680,11 +711,23 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
         folder = Path(args.out)
         config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
         defaults = dataclasses.asdict(PRESETS[args.preset])
+        if not folder.exists():
+            check_sources(args, cfg, data)
         newest = prepare_run(folder, config, defaults, args.resume)
         told = [config, newest, is_finished(folder, steps, eval_depths(args, cfg, final=True))]
     if place.world > 1:
         dist.broadcast_object_list(told)
     return tuple(told)
+
+
+def say_stopped(run: Run, first: int, step: int) -> None:
+    """The last line of a run that is not at its end."""
+    done = f"stopped after step {step} of {run.steps} and saved"
+    again = "the same command with --resume continues"
+    if step == first:
+        done = f"nothing was done: the run is at step {step} of {run.steps} already"
+        again = f"with --resume and without --stop-at {run.args.stop_at} it continues"
+    run.place.say(f"{done}; {again}")
 
 
 def train(args, progress: dict) -> None:
@@ -738,8 +781,7 @@ def train(args, progress: dict) -> None:
     # 5. the end
     join_writer()
     if step < steps or stopped:
-        saved = f"stopped after step {step} of {steps} and saved"
-        place.say(f"{saved}; the same command with --resume continues")
+        say_stopped(run, first, step)
     else:
         evaluate(run, steps, final=True)
     leave(place)
@@ -755,6 +797,8 @@ def main(argv=None):
         train(args, progress)
     except (RuntimeError, MemoryError, OSError) as e:
         explain(e, args, progress)
+    finally:
+        release_run()
 
 
 if __name__ == "__main__":

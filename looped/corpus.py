@@ -254,6 +254,8 @@ def prepare_stdlib(folder: Path, vocab_size: int, seq_len: int) -> None:
     )
     for command in commands:
         script, *flags = command.split()
+        if script == "tokenizer_train.py" and tokenizer.is_file():
+            continue  # it is whole, or not there
         if subprocess.run([sys.executable, str(PROGRAMS / script), *flags]).returncode:
             fail("the default data could not be made (see above); give packed rows with --data")
 

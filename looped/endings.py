@@ -69,7 +69,10 @@ def stop_diverged(run, step: int) -> None:
     saved = max(run.folder.glob("step_*.pt"), default="none")
     if run.place.rank == 0:
         steps = f"{run.bad} steps in a row, sequences {first} to {step * B - 1}"
-        advice = f"last good checkpoint: {saved}. Lower --adam-lr or --muon-lr"
+        rates = f"--adam-lr (now {run.args.adam_lr:g})"
+        if run.args.optimizer == "muon":
+            rates += f" or --muon-lr (now {run.args.muon_lr:g})"
+        advice = f"last good checkpoint: {saved}. Lower {rates}"
         text = f"stopped at step {step}: {steps}, had no finite loss or gradient; {advice}"
         print(text, file=sys.stderr)
     sys.exit(1)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from looped.console import fail, outside
 
+LOCK = ".lock"  # in a folder that one process at a time may write to
+
 
 def write_atomic(path, content):
     """Writes bytes, or what content(file) writes: the path holds all of it, or still what it held
@@ -41,12 +43,24 @@ def lock(folder):
     that process.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder) / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"another process is writing to {folder}; wait for it or choose another --out")
+    file = take_lock(folder)
+    if file is None:
+        fail(f"another process is writing to {folder}; wait for it or choose another --out")
+    with file:
         yield
+
+
+def take_lock(folder):
+    """The open file that keeps others from the folder until it is closed or the process ends, even
+    if killed; None where another has it. Programs that this one starts do not keep it.
+    """
+    file = open(Path(folder) / LOCK, "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
 
 
 def file_hash(*paths):
@@ -70,11 +84,13 @@ def write_checked(path, data):
     write_atomic(path, f"{text}\n".encode())
 
 
-def read_checked(path):
-    """What write_checked wrote, None where there is no file; a damaged one ends the program."""
+def read_checked(path, wrong=None, advice="delete it and make it again"):
+    """What write_checked wrote, None where there is no file; a damaged one ends the program, with
+    these words.
+    """
     if not Path(path).exists():
         return None
-    with outside(f"{path} is damaged", "delete it and make it again"):
+    with outside(wrong or f"{path} is damaged", advice):
         data = json.loads(Path(path).read_bytes())
         if data.pop("checksum") != json_hash(data) or data["version"] != 1:
             raise ValueError("wrong checksum or version")

@@ -49,7 +49,11 @@ HERE = Place(0, 1, torch.device("cpu"))  # one process
 
 
 def pick_device(name: str) -> str:
-    """The device that `auto` means here: an NVIDIA GPU, an Apple GPU, or the CPU."""
+    """The device of that name, which must be here; auto: an NVIDIA GPU, an Apple GPU, or the CPU."""
+    if name == "mps" and not torch.backends.mps.is_available():
+        fail("--device mps: torch finds none here; try --device cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: torch finds none here; try --device cpu")
     if name != "auto":
         return name
     if torch.cuda.is_available():

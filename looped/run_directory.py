@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import re
 import shutil
 import time
 from collections import deque
@@ -11,7 +13,7 @@ import torch
 
 from looped.checkpoint import newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
-from looped.files import write_atomic
+from looped.files import LOCK, take_lock, write_atomic
 from looped.machine import peak_flops, peak_memory
 
 # Settings that may change when a run is continued; all others decide its numbers.
@@ -21,9 +23,12 @@ FREE = {
     "device", "device_batch_size", "compile", "loss_chunk", "checkpoint_loops",
 }  # fmt: skip
 
+# What a start that was cut off before config.json leaves behind.
+LEFT = {LOCK, ".config.json.tmp"}
+
 
 def differences(old: dict, new: dict, defaults: dict) -> list[str]:
-    """Names of the settings in which a continued run would differ from its beginning.
+    """The settings in which a continued run would differ from its beginning.
 
     old, new: contents of config.json; defaults: of the network's settings, for those that an older
     run lacks.
@@ -31,10 +36,11 @@ def differences(old: dict, new: dict, defaults: dict) -> list[str]:
     names = []
     for name, value in new["args"].items():
         if name not in FREE and old["args"].get(name, value) != value:
-            names.append(flag(name))
+            names.append(f"{flag(name)} {old['args'][name]} (now {value})")
     for name, value in new["model"].items():
-        if old["model"].get(name, defaults[name]) != value:
-            names.append(flag(name))
+        was = old["model"].get(name, defaults[name])
+        if was != value:
+            names.append(f"{flag(name)} {was} (now {value})")
     for name in ("tokenizer", "data"):
         if old[name]["sha256"] != new[name]["sha256"]:
             names.append(name)
@@ -48,10 +54,9 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
     file = run / "config.json"
     if run.exists() and not resume:
         fail(f"{run} exists; add --resume to continue it, or name another with --out")
+    hold_run(run)
     continued = file.is_file()
     advice = "restore it, or name another run with --out"
-    if not continued and any(run.glob("step_*.pt")):
-        fail(f"{run} has checkpoints but no config.json; {advice}")
     with outside(f"{file} is damaged", advice):
         begun = json.loads(file.read_text()) if continued else config
         differing = differences(begun, config, defaults)
@@ -60,7 +65,6 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
         advice = "repeat them, or name another with --out"
         fail(f"{run} was begun with other settings: {names}; {advice}")
     try:
-        run.mkdir(parents=True, exist_ok=True)
         if not continued:
             write_atomic(file, json.dumps(config, indent=1).encode())
         shutil.copyfile(config["tokenizer"]["path"], run / "tokenizer.json")
@@ -72,6 +76,42 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
     if continued and not newest:
         print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
     return newest
+
+
+_held: list = []  # the lock of the run that this process trains
+
+
+def hold_run(run: Path) -> None:
+    """Makes the run directory, and keeps other processes from it until release_run, or until this
+    one ends; refuses one that holds something else than a run.
+    """
+    foreign = []
+    if run.is_dir() and not (run / "config.json").is_file():
+        foreign = sorted({path.name for path in run.iterdir()} - LEFT)
+    if any(re.fullmatch(r"step_\d+\.pt", name) for name in foreign):
+        advice = "restore it, or name another run with --out"
+        fail(f"{run} has checkpoints but no config.json; {advice}")
+    if foreign:
+        advice = f"name another with --out, for example --out {run / 'run'}"
+        fail(f"{run} holds {foreign[0]} but no config.json: no run to continue; {advice}")
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        held = take_lock(run)
+    except OSError as e:
+        fail(f"{e}; the run directory is {run}")
+    if held is None:
+        advice = "wait for it, or name another run with --out"
+        fail(f"{run} is being trained by another process; {advice}")
+    _held.append(held)
+
+
+def release_run() -> None:
+    """Lets other processes have the run."""
+    while _held:
+        _held.pop().close()
+
+
+os.register_at_fork(after_in_child=release_run)  # the lock is its parent's
 
 
 def begun_dtype(run: Path) -> str | None:

@@ -33,7 +33,10 @@ def settle(args, cfg, recipe, world: int) -> int:
     steps = round(args.tokens / (args.batch_size * cfg.seq_len))
     if steps < 1:
         step = f"one step of {args.batch_size} × {cfg.seq_len} tokens"
-        fail(f"--tokens {args.tokens:g} is less than {step}")
+        length = f"--tokens {args.tokens:g} is"
+        if args.flops is not None:
+            length = f"--flops {args.flops:g} is {args.tokens:g} tokens,"
+        fail(f"{length} less than {step}")
     check_ramps(args, steps)
     settle_evaluation(args, cfg, steps)
     return steps
@@ -42,10 +45,10 @@ def settle(args, cfg, recipe, world: int) -> int:
 def settle_optimizer(args, recipe) -> None:
     """Refuses flags of the optimiser that is not used."""
     optimizer = args.optimizer or recipe.optimizer
-    if optimizer == "adamw":
+    if optimizer != "muon":
         for name in MUON_FLAGS:
             if getattr(args, name) is not None:
-                why = "is Muon's, and has no meaning with --optimizer adamw; leave it out"
+                why = f"is Muon's, and has no meaning with --optimizer {optimizer}; leave it out"
                 fail(f"{flag(name)} {why}")
         args.momentum_warmup = 0
     if args.weight_decay is None:

@@ -56,7 +56,8 @@ def encoding(data):
 
 def load_tokenizer(path):
     """The tokenizer file as a tiktoken.Encoding; a damaged file ends the program with one line."""
-    data = read_checked(path)
+    wrong = f"{path} is not a tokenizer of this program, or damaged"
+    data = read_checked(path, wrong, "name another, or make it again with tokenizer_train.py")
     if data is None:
         fail(f"no tokenizer at {path}; python tokenizer_train.py makes one")
     with outside(f"{path} is not a tokenizer of this program", "make it again"):

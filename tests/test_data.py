@@ -174,6 +174,24 @@ def test_other_settings_are_refused(folder, tokenizer, rows, tmp_path, capsys):
     refused(capsys, again(tokenizer=other), "tokenizer.json is another tokenizer than")
     again()()
     assert contents(rows) == before
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "val.npy").write_bytes(b"somebody's")
+    refused(capsys, partial(pack, folder, tokenizer, foreign), "holds val.npy but no manifest.json")
+    assert (foreign / "val.npy").read_bytes() == b"somebody's"
+    readme = partial(pack, folder, ROOT / "README.md", tmp_path / "x")
+    line = refused(capsys, readme, "README.md is not a tokenizer of this program, or damaged")
+    assert "delete" not in line
+
+
+def test_much_cropped_text_is_said(tokenizer, tmp_path, capsys):
+    for name, n in ("a", 60), ("b", 20):
+        write_jsonl(tmp_path / f"{name}.jsonl", documents(n, mean=2000))
+    advice = "of the text was cropped; try --long-docs split"
+    pack(tmp_path, tokenizer, tmp_path / "crop")
+    assert advice in capsys.readouterr().out
+    pack(tmp_path, tokenizer, tmp_path / "split", "--long-docs", "split")
+    assert advice not in capsys.readouterr().out
 
 
 def start(data, tokenizer, out, *more):
@@ -526,6 +544,7 @@ def test_speedrun_refuses_what_it_cannot_use_in_one_line(tmp_path):
     of_others = "data/text-v4096 was made from /others/text, not "  # whose tokenizer it would take
     for name, value, why in (
         ("TOKENS", "many", "TOKENS=many is not a number"),
+        ("JOBS", "0", "JOBS=0 is not a whole number"),
         ("DATA", "mine/text", of_others),
     ):
         own = {"PY": sys.executable, "PRESET": "tiny", "DATA": "mine/text", name: value}

@@ -126,13 +126,15 @@ def test_a_million_equal_characters_survive(trained, unit):
     assert enc.decode(encode(enc, text)) == text
 
 
-def test_training_is_reproducible_and_leaves_out_validation(tmp_path):
+def test_training_is_reproducible_and_leaves_out_validation(tmp_path, capsys):
     train = corpus(6, 200)
     write_jsonl(tmp_path / "a.jsonl", train)
     write_jsonl(tmp_path / "b.jsonl", ["zqzqzq zqzqzq"] * 200)
     for out in "one", "two":
         tt.main(["--data", str(tmp_path), "--vocab-size", "600", "--out", str(tmp_path / out)])
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    again = ["--data", str(tmp_path), "--out", str(tmp_path / "one")]
+    refused(capsys, partial(tt.main, again), "one is there already")
     reference = rustbpe.Tokenizer()
     reference.train_from_iterator(iter(train), 597, pattern=PATTERN)
     enc = load_tokenizer(tmp_path / "one")

@@ -289,6 +289,8 @@ def test_resumed_is_bitwise_uninterrupted_and_a_finished_run_is_left_alone(
     run = tmp_path / "r"
     here(packed, run, "--stop-at", "5")  # its validation is left to the continued run
     assert "saved" in capfd.readouterr().out
+    here(packed, run, "--stop-at", "2", "--resume")
+    assert "nothing was done: the run is at step 5 of 12" in capfd.readouterr().out
     here(packed, run, "--resume")
     assert_identical(run, base)
     before = contents(run)
@@ -380,7 +382,11 @@ def test_diverging_run_stops_with_one_message(packed, tmp_path, capfd):
     with pytest.raises(SystemExit, match="1"):
         here(packed, tmp_path / "r", "--muon-lr", "1e30", "--adam-lr", "1e30")
     out, err = capfd.readouterr()
-    assert "3 steps in a row" in err and "the step was skipped on all ranks" in out
+    assert (
+        "3 steps in a row" in err
+        and "--adam-lr (now 1e+30)" in err
+        and "the step was skipped on all ranks" in out
+    )
 
 
 def test_faults_from_outside_are_one_line_and_others_are_not(base, capsys):
@@ -445,7 +451,10 @@ def spoil_checkpoint(run, **changes):
 
 
 SPOILED = {
-    "Error(s) in loading": {"model": Model(replace(NETWORK, d_model=16)).state_dict()},
+    "wte.weight is (300, 16), here (300, 32)": {
+        "model": {**Model(replace(NETWORK, d_model=16)).state_dict()}
+    },
+    "lacks injection.A_log": {"model": {}},
     "is not a checkpoint": {"model": Payload()},
     "mu_rec 9 (here 8)": {"config": {"mu_rec": 9}},
     "KeyError": {"optimizer": {}},
@@ -463,7 +472,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(
         changes["config"] = weights(run)["config"] | changes["config"]
     spoil_checkpoint(run, **changes)
     before = contents(run)
-    refused(capsys, lambda: here(packed, run, "--resume"), words)
+    line = refused(capsys, lambda: here(packed, run, "--resume"), words)
+    assert ("delete it" in line) == (words == "is not a checkpoint")
     assert contents(run) == before and not (tmp_path / "pwned").exists()
     if "optimizer" not in changes:
         with pytest.raises(ValueError):
@@ -475,18 +485,43 @@ def test_directories_that_are_something_else_are_refused(base, packed, tmp_path,
     (run / "config.json").unlink()
     refused(capsys, lambda: here(packed, run, "--resume"), "no config.json")
     rows = shutil.copytree(packed, tmp_path / "rows")
-    refused(capsys, lambda: here(rows, rows, "--resume"), "same file")
+    before = contents(rows)
+    refused(capsys, lambda: here(packed, rows, "--resume"), "no run to continue", "--out")
+    assert contents(rows) == before
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / ".config.json.tmp").write_bytes(b"{")  # a start was cut off
+    here(packed, tmp_path / "begun", "--resume", "--stop-at", "1")
     save_tokenizer(rows / "tokenizer.json", [bytes([i]) for i in range(256)])
     refused(capsys, lambda: here(rows, tmp_path / "x"), "not the tokenizer of these rows")
     inside = packed / "manifest.json" / "r"
     refused(capsys, lambda: here(packed, inside), "the run directory is")
 
 
+def test_a_run_is_trained_by_one_process_at_a_time(packed, tmp_path, capsys):
+    run = tmp_path / "r"
+    p = subprocess.Popen(command("train.py", *flags(packed, run, "--tokens", "5e5")), env=ENV)
+    wait_for_steps(run, 2, [p])
+    try:
+        again = ["--tokens", "5e5", "--resume", "--stop-at", "1"]
+        refused(capsys, lambda: here(packed, run, *again), "is being trained by another process")
+    finally:
+        p.kill()
+        p.wait()
+    here(packed, run, *again)  # at once
+    with pytest.raises(SystemExit):
+        here(packed, run, *again, "--muon-lr", "1")
+    here(packed, run, *again)  # an error has let it go
+
+
 def test_an_existing_run_is_not_overwritten(base, packed, capsys):
     before = contents(base)
     refused(capsys, lambda: here(packed, base), "--resume")
     other = ["--resume", "--gain", "zoh", "--muon-lr", "1e-3"]
-    refused(capsys, lambda: here(packed, base, *other), "--muon-lr, --gain")
+    refused(
+        capsys,
+        lambda: here(packed, base, *other),
+        "--muon-lr 0.01 (now 0.001), --gain euler (now zoh)",
+    )
     assert contents(base) == before
 
 
@@ -496,7 +531,10 @@ def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path, capsys):
     old, new = [weights(run)["model"] for run in (base, tmp_path / "run")]
     assert all(torch.equal(w, new[name]) for name, w in old.items())
     other = ["--init-from", base, "--d-mlp", "48"]
-    refused(capsys, lambda: here(packed, tmp_path / "other", *other), "--init-from")
+    refused(capsys, lambda: here(packed, tmp_path / "other", *other), "--init-from", ", here (")
+    for other in (["--init-from", "nowhere"], ["--core-every", "1", "--bundle", "nowhere"]):
+        refused(capsys, lambda other=other: here(packed, tmp_path / "other", *other), "nowhere")
+    assert not (tmp_path / "other").exists()  # the corrected command may make it
     strange = shutil.copytree(base, tmp_path / "strange")
     config = json.loads((strange / "config.json").read_text())
     del config["tokenizer"]
@@ -520,6 +558,7 @@ REFUSED = {
     "--mu-bwd 9": "--mu-bwd 9 exceeds --mu-rec 8",
     "--n-head 3": "--n-head 3",
     "--tokens 10": "--tokens 10 is less than one step",
+    "--mu-rec 1000000000": "--mu-rec 1000000000 is more than 10,000",
     "--tokens 0": "--tokens: 0 is not",
     "--device-batch-size 0": "--device-batch-size: 0 is not",
     "--tokens 1e6 --flops 1e12": "--tokens and --flops both",
@@ -534,6 +573,11 @@ REFUSED = {
     "--seq-len 64": "seq_len 32, the model has 64",
     "--data nowhere": "--data nowhere holds no packed rows",
     "--preset transformer-nano --gain zoh": "--gain has no meaning for --preset transformer-nano",
+    "--n-core 0 --ssm-decay 0.9": "--ssm-decay has no meaning",
+    "--n-core 0 --state-init zero --no-prelude-norm": "--prelude-norm --state-init has no meaning",
+    "--injection add --gain zoh": "--gain has no meaning with --injection add",
+    "--preset rdm-nano --input-matrix": "--input-matrix has no meaning with --injection concat",
+    "--streams 2": "--streams has no meaning with --mechanism none",
     "--n-core 0 --mu-rec 4": "--mu-rec has no meaning for --preset nano with --n-core 0",
     "--data /dev/null": "--data /dev/null holds no packed rows",
 }
@@ -562,6 +606,19 @@ def test_every_flag_refuses_what_is_out_of_its_range(packed, tmp_path, capsys, m
     if not torch.cuda.is_available():
         refused(capsys, lambda: here(packed, tmp_path / "r", "--device", "cuda"), "--device")
     assert not (tmp_path / "r").exists()
+
+
+def test_too_few_flops_are_named(tmp_path, capsys):
+    line = ["--flops", "1", "--out", str(tmp_path / "r")]
+    refused(capsys, lambda: train.main(["--data", str(tmp_path), *line]), "--flops 1 is ", "tokens")
+
+
+def test_a_device_that_is_not_there_is_refused(packed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name in ("mps", "cuda"):
+        words = f"--device {name}: torch finds none here"
+        refused(capsys, lambda n=name: here(packed, tmp_path / "r", "--device", n), words)
 
 
 @pytest.mark.parametrize("name", ["--muon-lr", "--momentum-warmup", "--weight-decay"])

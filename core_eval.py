@@ -9,8 +9,8 @@ A score is a function of (weights, data, seed, depth). The initial loop states a
 task, example), the same for all its options; losses are float32. Rounding, which depends on the
 batch, can still flip near ties: a gap of mean losses, or a greedy token's lead, under 1e-3 between
 options that are not the same. Their number, summed over the seeds, is reported. Results:
-core_<panel>_<protocol>.json in RUN; what it held of other settings becomes .json.old. On a CPU
-float32 is used, else the run's own dtype.
+core_<panel>_<protocol>.json in RUN; what it held of other settings is kept as .json.old, .old2 and
+so on. On a CPU float32 is used, else the run's own dtype.
 Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are Parcae's, nanochat's (the same, at
 seed 1234), and llm-foundry's (dclm). looped/core_tasks.py has the tasks, core_prompts.py the rules.
 """
@@ -21,7 +21,6 @@ import functools
 import itertools
 import math
 import re
-import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,7 +36,15 @@ from tqdm import tqdm
 from dataloader import PackedData
 from looped.console import Parser, fail, first_line, positive_int, run_cli
 from looped.core_prompts import EncodedTask, Example, Row, encode_task, line_encoder
-from looped.core_results import ODD, describe, earlier, save, summarise, task_entry
+from looped.core_results import (
+    ODD,
+    describe,
+    earlier,
+    put_aside,
+    save,
+    summarise,
+    task_entry,
+)
 from looped.core_tasks import BUNDLE, PANELS, Panel, open_panel, own_task
 from looped.files import file_hash
 from looped.machine import HERE, Place, distributed, to_device
@@ -408,7 +415,7 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
         settings.place.say(f"left out: {label}: {why}")
     kept, wrong = earlier(path, header)
     if wrong and rank == 0:
-        old = shutil.copyfile(path, path.with_suffix(".json.old"))
+        old = put_aside(path)
         print(f"{path} {wrong}; all tasks run again, and it is kept as {old.name}")
     entries = {depth: {} for depth in settings.depths} | kept
 

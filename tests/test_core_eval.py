@@ -820,6 +820,12 @@ def test_program_writes_results_and_skips_what_is_done(run, start, encoded, caps
         file.write_text(damage)
         start("--depth", "2", *two_seeds, "--max-per-task", "12")
         assert said in capsys.readouterr().out
+    # of the third, the damaged and the other settings too, without one in the place of another
+    olds = [file.with_name(f"{file.name}.old{n}") for n in ("", 2, 3)]
+    assert [old.read_bytes() for old in olds] == [whole, b"{", other.encode()]
+    assert core_results.put_aside(olds[0].rename(file)) == olds[0]
+    assert core_results.put_aside(file) == olds[0]
+    assert not file.with_name(f"{file.name}.old4").exists()
 
 
 def test_ones_own_task_is_in_no_average_and_reruns_nothing(run, start, encoded, tmp_path, capsys):

@@ -181,7 +181,11 @@ def evaluate_core(jobs: list[Job], args) -> None:
     for job in jobs:
         if not (job.line and list(job.path.glob("step_*.pt"))) or job.line["diverged_at"]:
             continue
-        command = [sys.executable, ROOT / "core_eval.py", str(job.path), *shlex.split(args.core)]
+        flags = shlex.split(args.core)
+        if not job.settings["n_core"] and "--depth" in flags:  # which core_eval.py would refuse
+            at = flags.index("--depth")
+            del flags[at : at + 2]
+        command = [sys.executable, ROOT / "core_eval.py", str(job.path), *flags]
         if depths and job.settings["n_core"]:
             command += ["--depth", depths]
         if subprocess.run(command).returncode:

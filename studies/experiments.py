@@ -234,13 +234,21 @@ def rows_hash(job: Job, args) -> str | None:
 
 
 def import_runs(paths: list[str]) -> None:
+    """A run that is refused, in one line, keeps no other from being imported."""
+    refused = 0
     for path in paths:
-        line = ledger.record(Path(path))
+        try:
+            line = ledger.record(Path(path))
+        except SystemExit:
+            refused += 1
+            continue
         if line is None:
             print(f"{path}: left out, it is no finished run")
             continue
         ledger.append(line)
         print(f"{path}: {line['tokens_per_param']:.3g} tokens a parameter, loss {line['loss']}")
+    if refused:
+        fail(f"{refused} of {len(paths)} runs are damaged, see above; the others are imported")
 
 
 # -- main

@@ -42,6 +42,11 @@ from studies.pages import write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = Path("runs/studies")
+OWN = {  # flags of train.py that are set here
+    "--seed": "give --seeds before it",
+    "--out": f"runs lie in {RUNS}",
+    "--stop-at": "leave it out",
+}
 CORE_PANEL = "--panel core-extended"
 
 
@@ -291,6 +296,12 @@ def check(args) -> None:
         fail(f"--scale {args.scale} is not a size of {args.name}; choose from {names}")
     if not (small or args.data or args.dry_run or args.page):
         fail(f"--scale {args.scale} needs --data, e.g. data/fineweb-edu-v32768/rows-2048-crop")
+    if args.data and not args.page and not (args.data / "manifest.json").is_file():
+        fail(f"--data {args.data} holds no packed rows; pack some with dataloader.py")
+    for word in args.extra:
+        name = word.split("=")[0]
+        if name in OWN:
+            fail(f"{name} after -- would be overruled or leave trainings undone; {OWN[name]}")
     seeds = range(experiment.seeds if small else 1)
     if args.seeds is not None:
         if not re.fullmatch(r"\d+(,\d+)*", args.seeds):

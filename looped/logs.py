@@ -118,7 +118,8 @@ def read_run(path: Path) -> Run:
             expect(value, kind, name)
     train, evals, damaged = read_log(log_file)
     if not train:
-        fail(f"{log_file} has no step; continue the run with train.py --resume")
+        lines = f" (line {damaged[0]} is damaged)" if damaged else ""
+        fail(f"{log_file} has no step{lines}; continue the run with train.py --resume")
     last = evals[-1] if evals else {"step": 0, "loss": {}, "bpb": {}}
     mu_rec = config["model"]["mu_rec"]
     depth = nearest(last["loss"], mu_rec)
@@ -154,11 +155,12 @@ def read_scores(path: Path) -> dict[CoreRules, dict[int, dict]]:
 
 
 def check_scores(scores: dict) -> None:
-    """TypeError where the record of a depth is not one."""
-    for average in ("aggregate", "core"):
-        found = expect(scores.get(average, {}), dict, average)
-        for name in ("mean", "std"):
-            expect(found.get(name), (*NUMBER, type(None)), name)
+    """TypeError or KeyError where the record of a depth is not one."""
+    for average in scores.keys() & {"aggregate", "core"}:
+        found = expect(scores[average], dict, average)
+        expect(found["name"], str, "name")
+        for name in ("mean", "std", "tasks_done", "tasks_total"):
+            expect(found[name], (*NUMBER, type(None)), name)
     for group in ("categories_fine", "categories_ext"):
         for name, mean in expect(scores.get(group, {}), dict, group).items():
             expect(mean, (*NUMBER, type(None)), name)

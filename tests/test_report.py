@@ -303,7 +303,9 @@ def test_a_run_that_was_never_evaluated_is_reported(tmp_path, run_report):
 
 
 @pytest.mark.parametrize("file,content,message", [
-    ("log.jsonl", '{"kind": "tr', "has no step"), ("log.jsonl", None, "lacks config.json or log.jsonl"),
+    ("log.jsonl", '{"kind": "tr', "log.jsonl has no step (line 1 is damaged)"),
+    ("log.jsonl", '{"kind":"train","step":"5","loss":1}', "has no step (line 1 is damaged)"),
+    ("log.jsonl", None, "lacks config.json or log.jsonl"),
     ("config.json", '{"args": ', "config.json is damaged"), ("config.json", "{}", "config.json is not a run's"),
     ("core_core_parcae.json", '{"panel": "core"', "core_core_parcae.json is damaged"),
 ])  # fmt: skip
@@ -334,8 +336,9 @@ def test_a_config_of_wrong_types_is_named(tmp_path, capsys, change):
 
 
 @pytest.mark.parametrize("content", [
-    "[]", '{"depths": []}', '{"depths": {"x": 1}}', '{"depths": {"8": 1}}', '{"depths": {"8": {"aggregate": []}}}',
+    "[]", '{"depths": []}', '{"depths": {"8": {"aggregate": {"mean": 1}, "core": 1}}}', '{"depths": {"x": 1}}', '{"depths": {"8": 1}}', '{"depths": {"8": {"aggregate": []}}}',
     '{"depths": {"8": {"aggregate": {"mean": "x"}}}}', '{"panel": [], "depths": {"8": {"aggregate": {}}}}',
+    '{"panel": "core", "depths": {"8": {"aggregate": {"name": "x", "mean": 1, "std": 0}}}}',
 ])  # fmt: skip
 def test_scores_of_wrong_types_are_named(tmp_path, capsys, content):
     run = make_run(tmp_path / "r")

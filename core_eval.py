@@ -9,8 +9,8 @@ A score is a function of (weights, data, seed, depth). The initial loop states a
 task, example), the same for all its options; losses are float32. Rounding, which depends on the
 batch, can still flip near ties: a gap of mean losses, or a greedy token's lead, under 1e-3 between
 options that are not the same. Their number, summed over the seeds, is reported. Results:
-core_<panel>_<protocol>.json in RUN; what it held of other settings becomes .json.old. On a CPU
-float32 is used, else the run's own dtype.
+core_<panel>_<protocol>.json in RUN; what it held of other settings is kept as .json.old, .old2 and
+so on. On a CPU float32 is used, else the run's own dtype.
 Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are Parcae's, nanochat's (the same, at
 seed 1234), and llm-foundry's (dclm). looped/core_tasks.py has the tasks, core_prompts.py the rules.
 """
@@ -21,7 +21,6 @@ import functools
 import itertools
 import math
 import re
-import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,9 +34,17 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from dataloader import PackedData
-from looped.console import Parser, fail, first_line, positive_int, run_cli
+from looped.console import DAMAGE, Parser, fail, first_line, flag, outside, positive_int, run_cli
 from looped.core_prompts import EncodedTask, Example, Row, encode_task, line_encoder
-from looped.core_results import ODD, describe, earlier, save, summarise, task_entry
+from looped.core_results import (
+    ODD,
+    describe,
+    earlier,
+    put_aside,
+    save,
+    summarise,
+    task_entry,
+)
 from looped.core_tasks import BUNDLE, PANELS, Panel, open_panel, own_task
 from looped.files import file_hash
 from looped.machine import HERE, Place, distributed, to_device
@@ -48,6 +55,10 @@ from model import load_run
 
 # Whose rules, and the default seeds. nanochat's answers are Parcae's at its only seed.
 PROTOCOLS = {"parcae": "1234,2345,3456", "nanochat": "1234", "dclm": "1234"}
+WITHOUT_EFFECT = {  # flags, by panel
+    "lambada": ("protocol", "baselines"),  # it has rules of its own
+    "val": ("protocol", "baselines", "seeds", "max_per_task", "bundle", "task"),
+}
 SHOT_SEED = 1234  # of dclm's shots, whatever --seeds
 NEAR = 1e-3  # nats
 COLUMNS = ["answer", "correct", "nats", *ODD]  # of an example's result
@@ -320,9 +331,8 @@ def parse_args():
     add("--panel", default="core", choices=panels, help="what to evaluate (default: %(default)s)")
     add(
         "--protocol",
-        default="parcae",
         choices=list(PROTOCOLS),
-        help="whose rules; nanochat: parcae's at seed 1234 (default: %(default)s)",
+        help="whose rules; nanochat: parcae's at seed 1234 (default: parcae)",
     )
     depths = "loops, one or several between commas (default: the run's mu_rec)"
     add("--depth", type=counts, help=depths)
@@ -341,11 +351,15 @@ def parse_args():
     )
     add(
         "--baselines",
-        default="v1",
         choices=["v1", "v2"],
-        help="chance: the paper's, or DCLM's of 2025-09 (default: %(default)s)",
+        help="chance: the paper's, or DCLM's of 2025-09 (default: v1)",
     )
     args = p.parse_args()
+    for name in WITHOUT_EFFECT.get(args.panel, ()):
+        if getattr(args, name):
+            fail(f"{flag(name)} has no effect on --panel {args.panel}; leave it out")
+    args.protocol = args.protocol or "parcae"
+    args.baselines = args.baselines or "v1"
     args.seeds = args.seeds or counts(PROTOCOLS[args.protocol])
     if args.protocol == "nanochat" and args.seeds != [1234]:
         fail("--protocol nanochat has one seed, 1234; leave out --seeds, or take --protocol parcae")
@@ -359,7 +373,7 @@ def open_run(run, device):
         model, cfg, config = load_run(run, device, torch.float32 if device.type == "cpu" else None)
         known = config["tokenizer"]["sha256"]
         source = config["tokenizer"]["path"]
-    except (FileNotFoundError, ValueError, RuntimeError, KeyError) as e:
+    except (FileNotFoundError, RuntimeError, *DAMAGE) as e:
         fail(f"{run}: {first_line(e)}; name the directory of a run that has a checkpoint")
     mend = "import the weights again" if "imported" in config else f"copy {source} there"
     if not path.is_file():
@@ -374,12 +388,15 @@ def validation(model, enc, config, settings: Settings) -> dict:
     """Loss over all packed validation rows, with the initial states of the run's own evaluations
     -> {depth: record}.
     """
-    data = PackedData(config["data"]["path"])
+    with outside("the run's config.json names no rows", "restore it, or import the weights again"):
+        folder = Path(config["data"]["path"])
+        known = config["data"].get("sha256")
+    data = PackedData(folder)
     of_run = data.manifest["tokenizer_sha256"] == config["tokenizer"]["sha256"]
     if not of_run or data.seq_len > model.cfg.seq_len:
         advice = f"pack it with its tokenizer.json, --seq-len {model.cfg.seq_len}"
         fail(f"{data.folder} does not fit the run; {advice}")
-    if config["data"].get("sha256") not in (None, data.sha256()):
+    if known not in (None, data.sha256()):
         fail(f"{data.folder} holds other rows than those of the run; pack those again")
     rank, world, device = settings.place
     sizes = torch.from_numpy(token_bytes(enc)).to(device)
@@ -408,7 +425,7 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
         settings.place.say(f"left out: {label}: {why}")
     kept, wrong = earlier(path, header)
     if wrong and rank == 0:
-        old = shutil.copyfile(path, path.with_suffix(".json.old"))
+        old = put_aside(path)
         print(f"{path} {wrong}; all tasks run again, and it is kept as {old.name}")
     entries = {depth: {} for depth in settings.depths} | kept
 
@@ -431,14 +448,14 @@ def main():
     args = parse_args()
     place = distributed("auto")
     model, enc, config = open_run(args.run, place.device)
-    depths = [model.cfg.mu_rec]  # the only one of a flat model, 0
-    if args.depth and model.cfg.n_core:
-        depths = args.depth
+    if args.depth and not model.cfg.n_core:
+        fail("the model has no loop; leave --depth out")
+    depths = args.depth or [model.cfg.mu_rec]  # 0 without a loop
     settings = Settings(depths, args.seeds, place, args.baselines, show=place.rank == 0)
     path = Path(args.run) / f"core_{args.panel}_{args.protocol}.json"
     checkpoint = Path(args.run) / config["checkpoint"]
-    rules = ("panel", "protocol", "baselines", "max_per_task", "seeds")
-    header = {name: getattr(args, name) for name in rules}
+    told = ("panel", "protocol", "baselines", "max_per_task", "seeds")
+    header = {name: getattr(args, name) for name in told}
     header["dtype"] = str(model.dtype)[6:]
     header["checkpoint"] = f"{checkpoint.name} {file_hash(checkpoint)}"
     header["command"] = " ".join(sys.argv)
@@ -449,9 +466,12 @@ def main():
         records = run_panel(args, model, enc, path, header, settings)
     if place.rank == 0:
         save(path, header, records)
+    rules = f" ({args.protocol}, baselines {args.baselines})"
+    if args.panel in WITHOUT_EFFECT:
+        rules = ""
     for depth in depths:
         score = "{name} {mean:.4f} ± {std:.4f}".format(**records[depth]["aggregate"])
-        place.say(f"depth {depth}: {score} ({args.protocol}, baselines {args.baselines})")
+        place.say(f"depth {depth}: {score}{rules}")
     place.say(f"written: {path}")
     if place.world > 1:
         dist.destroy_process_group()

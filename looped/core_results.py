@@ -5,8 +5,10 @@ An entry is a task's record at one depth: accuracy and centred accuracy, each wi
 deviation and its value by seed, and counts of what was odd in its examples.
 """
 
+import itertools
 import json
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -126,6 +128,20 @@ def summarise(panel: Panel, entries: dict) -> dict:
 def save(path, header: dict, records: dict) -> None:
     text = json.dumps({**header, "depths": records}, indent=1)
     write_atomic(path, text.encode())
+
+
+def put_aside(path: Path) -> Path:
+    """A copy under the first free of the names .old, .old2, …; a copy that is there already will
+    do.
+    """
+    content = path.read_bytes()
+    for number in itertools.count(1):
+        old = path.with_name(f"{path.name}.old{number if number > 1 else ''}")
+        if not old.exists():
+            write_atomic(old, content)
+        if old.read_bytes() == content:
+            return old
+    raise AssertionError
 
 
 def earlier(path, header: dict):

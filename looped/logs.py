@@ -39,9 +39,47 @@ def read_json(path: Path):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-def by_depth(entries: dict) -> dict:
-    """JSON's keys are strings."""
-    return {int(depth): entry for depth, entry in entries.items()}
+NUMBER = (int, float)
+NEEDED = {  # of config.json, with the types; of its parts by a dot
+    "args": dict,
+    "model": dict,
+    "model.mu_rec": int,
+    "data.path": str,
+    "data.sha256": (str, type(None)),
+    "tokenizer.sha256": str,
+    "git": dict,
+    "versions": dict,
+    "device": str,
+    "dtype": str,
+    "params": NUMBER,
+    "flops_per_token": NUMBER,
+}
+
+
+def expect(value, kind, name: str):
+    """The value, if it is of this type (or one of these); else TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {json.dumps(value)[:40]}")
+    return value
+
+
+def by_depth(entries: dict, kind) -> dict:
+    """JSON's keys are strings; the values are of this type."""
+    return {int(depth): expect(entry, kind, f"depth {depth}") for depth, entry in entries.items()}
+
+
+def check_record(record: dict) -> None:
+    """TypeError or KeyError where a training record or evaluation is not one."""
+    for name in ("step", "tokens"):
+        expect(record[name], int, name)
+    for name, value in record.items():
+        if name not in ("kind", "loss", "bpb"):
+            expect(value, (*NUMBER, type(None)), name)
+    if record["kind"] == "train":
+        expect(record["loss"], NUMBER, "loss")
+    else:
+        record["loss"] = by_depth(record["loss"], NUMBER)
+        record["bpb"] = by_depth(record["bpb"], NUMBER)
 
 
 def read_log(path: Path) -> tuple[list[dict], list[dict], list[int]]:
@@ -57,9 +95,7 @@ def read_log(path: Path) -> tuple[list[dict], list[dict], list[int]]:
             record = json.loads(line)
             if record["kind"] not in found:  # "start", "core"
                 continue
-            if record["kind"] == "eval":
-                record["loss"] = by_depth(record["loss"])
-                record["bpb"] = by_depth(record["bpb"])
+            check_record(record)
             found[record["kind"]][record["step"]] = record
         except DAMAGE:
             damaged.append(number)
@@ -74,11 +110,16 @@ def read_run(path: Path) -> Run:
     if not config_file.is_file() or not log_file.is_file():
         fail(f"{path} lacks config.json or log.jsonl; give directories that train.py made")
     config = read_json(config_file)
-    if not isinstance(config, dict) or not {"args", "model", "data"} <= config.keys():
-        fail(f"{config_file} is not a run's; restore it, or leave {path} out")
+    with outside(f"{config_file} is not a run's", f"restore it, or leave {path} out"):
+        for name, kind in NEEDED.items():
+            value = expect(config, dict, "it")
+            for part in name.split("."):
+                value = expect(value, dict, name.split(".")[0])[part]
+            expect(value, kind, name)
     train, evals, damaged = read_log(log_file)
     if not train:
-        fail(f"{log_file} has no step; continue the run with train.py --resume")
+        lines = f" (line {damaged[0]} is damaged)" if damaged else ""
+        fail(f"{log_file} has no step{lines}; continue the run with train.py --resume")
     last = evals[-1] if evals else {"step": 0, "loss": {}, "bpb": {}}
     mu_rec = config["model"]["mu_rec"]
     depth = nearest(last["loss"], mu_rec)
@@ -102,12 +143,27 @@ def read_scores(path: Path) -> dict[CoreRules, dict[int, dict]]:
     core = {}
     for file in sorted(path.glob("core_*_*.json")):
         record = read_json(file)
-        depths = by_depth(record.get("depths", {}))
-        whole = {depth: scores for depth, scores in depths.items() if "aggregate" in scores}
-        if whole:
-            rules = [record.get(name) for name in CoreRules._fields]
-            core[CoreRules(*rules)] = whole
+        with outside(f"{file} is damaged", "restore it, or delete it and make it again"):
+            depths = by_depth(record.get("depths", {}), dict)
+            whole = {depth: scores for depth, scores in depths.items() if "aggregate" in scores}
+            for scores in whole.values():
+                check_scores(scores)
+            if whole:
+                rules = [record.get(name) for name in CoreRules._fields]
+                core[CoreRules(*rules)] = whole
     return core
+
+
+def check_scores(scores: dict) -> None:
+    """TypeError or KeyError where the record of a depth is not one."""
+    for average in scores.keys() & {"aggregate", "core"}:
+        found = expect(scores[average], dict, average)
+        expect(found["name"], str, "name")
+        for name in ("mean", "std", "tasks_done", "tasks_total"):
+            expect(found[name], (*NUMBER, type(None)), name)
+    for group in ("categories_fine", "categories_ext"):
+        for name, mean in expect(scores.get(group, {}), dict, group).items():
+            expect(mean, (*NUMBER, type(None)), name)
 
 
 def nearest(depths, wanted: int) -> int:
@@ -120,7 +176,9 @@ def unigram_entropy(path: Path, data: str) -> float | None:
     for folder in [Path("."), *path.resolve().parents]:
         manifest = folder / data / "manifest.json"
         if manifest.is_file():
-            return read_json(manifest).get("unigram_entropy")
+            found = read_json(manifest)
+            with outside(f"{manifest} is damaged", "pack the rows again"):
+                return expect(found.get("unigram_entropy"), (*NUMBER, type(None)), "its entropy")
     return None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from looped.console import Parser, positive_int, run_cli
+from looped.console import Parser, fail, positive_int, run_cli
 from looped.depth import sample_depths
 from looped.figures import Panel, figure, fmt, table
 from looped.files import write_atomic
@@ -52,6 +52,8 @@ def main(argv=None):
     page = Path("results/depth-laws.md")
     add("--out", type=Path, default=page, help="page, with a figure beside (default: %(default)s)")
     args = parser.parse_args(argv)
+    if args.mu_bwd > args.mu_rec:
+        fail(f"--mu-bwd {args.mu_bwd} exceeds --mu-rec {args.mu_rec}; try --mu-bwd {args.mu_rec}")
     depths = np.arange(3 * args.mu_rec + 1)
     panels = []
     rows = []

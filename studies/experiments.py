@@ -42,6 +42,11 @@ from studies.pages import write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = Path("runs/studies")
+OWN = {  # flags of train.py that are set here
+    "--seed": "give --seeds before it",
+    "--out": f"runs lie in {RUNS}",
+    "--stop-at": "leave it out",
+}
 CORE_PANEL = "--panel core-extended"
 
 
@@ -181,7 +186,11 @@ def evaluate_core(jobs: list[Job], args) -> None:
     for job in jobs:
         if not (job.line and list(job.path.glob("step_*.pt"))) or job.line["diverged_at"]:
             continue
-        command = [sys.executable, ROOT / "core_eval.py", str(job.path), *shlex.split(args.core)]
+        flags = shlex.split(args.core)
+        if not job.settings["n_core"] and "--depth" in flags:  # which core_eval.py would refuse
+            at = flags.index("--depth")
+            del flags[at : at + 2]
+        command = [sys.executable, ROOT / "core_eval.py", str(job.path), *flags]
         if depths and job.settings["n_core"]:
             command += ["--depth", depths]
         if subprocess.run(command).returncode:
@@ -230,13 +239,21 @@ def rows_hash(job: Job, args) -> str | None:
 
 
 def import_runs(paths: list[str]) -> None:
+    """A run that is refused, in one line, keeps no other from being imported."""
+    refused = 0
     for path in paths:
-        line = ledger.record(Path(path))
+        try:
+            line = ledger.record(Path(path))
+        except SystemExit:
+            refused += 1
+            continue
         if line is None:
             print(f"{path}: left out, it is no finished run")
             continue
         ledger.append(line)
         print(f"{path}: {line['tokens_per_param']:.3g} tokens a parameter, loss {line['loss']}")
+    if refused:
+        fail(f"{refused} of {len(paths)} runs are damaged, see above; the others are imported")
 
 
 # -- main
@@ -279,6 +296,12 @@ def check(args) -> None:
         fail(f"--scale {args.scale} is not a size of {args.name}; choose from {names}")
     if not (small or args.data or args.dry_run or args.page):
         fail(f"--scale {args.scale} needs --data, e.g. data/fineweb-edu-v32768/rows-2048-crop")
+    if args.data and not args.page and not (args.data / "manifest.json").is_file():
+        fail(f"--data {args.data} holds no packed rows; pack some with dataloader.py")
+    for word in args.extra:
+        name = word.split("=")[0]
+        if name in OWN:
+            fail(f"{name} after -- would be overruled or leave trainings undone; {OWN[name]}")
     seeds = range(experiment.seeds if small else 1)
     if args.seeds is not None:
         if not re.fullmatch(r"\d+(,\d+)*", args.seeds):

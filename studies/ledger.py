@@ -157,7 +157,8 @@ def record(path: Path) -> dict | None:
         "evals": [evaluation(entry) for entry in evals],
         "core": scores(run),
     }
-    return identity(run) | outcome | of_steps(steps)
+    with outside(f"{path}/config.json is not a whole run's", f"restore it, or leave {path} out"):
+        return identity(run) | outcome | of_steps(steps)
 
 
 def identity(run: Run) -> dict:

@@ -288,6 +288,11 @@ def test_what_cannot_be_imported_is_one_line(folder, tokenizer, capsys, spoil, m
     refused(capsys, lambda: convert.main(words), message)
 
 
+def test_an_export_takes_no_tokenizer(tokenizer, tmp_path, capsys):
+    words = ["export", str(tmp_path), str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    refused(capsys, lambda: convert.main(words), "--tokenizer has no effect on export")
+
+
 def test_a_tokenizer_that_is_no_plain_bpe_is_one_line(folder, tokenizer, capsys):
     data = hf_tokenizer.tokenizer_to_hf(tokenizer)
     data["model"]["merges"].reverse()

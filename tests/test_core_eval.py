@@ -820,6 +820,12 @@ def test_program_writes_results_and_skips_what_is_done(run, start, encoded, caps
         file.write_text(damage)
         start("--depth", "2", *two_seeds, "--max-per-task", "12")
         assert said in capsys.readouterr().out
+    # of the third, the damaged and the other settings too, without one in the place of another
+    olds = [file.with_name(f"{file.name}.old{n}") for n in ("", 2, 3)]
+    assert [old.read_bytes() for old in olds] == [whole, b"{", other.encode()]
+    assert core_results.put_aside(olds[0].rename(file)) == olds[0]
+    assert core_results.put_aside(file) == olds[0]
+    assert not file.with_name(f"{file.name}.old4").exists()
 
 
 def test_ones_own_task_is_in_no_average_and_reruns_nothing(run, start, encoded, tmp_path, capsys):
@@ -920,6 +926,30 @@ def test_validation_is_on_the_rows_of_the_run(enc, net, monkeypatch, capsys):
         monkeypatch.setattr(ce, "PackedData", lambda path, data=data: data)
         settings = ce.Settings([2], [1])
         refused(capsys, lambda: ce.validation(net, enc, config, settings), said)  # noqa: B023
+
+
+def test_flags_that_would_have_no_effect_are_refused(run, start, monkeypatch, capsys):
+    for flags, said in (
+        ("--panel lambada --protocol dclm", "--protocol has no effect on --panel lambada"),
+        ("--panel lambada --baselines v1", "--baselines"),
+        ("--panel val --seeds 1", "--seeds has no effect on --panel val"),
+        ("--panel val --max-per-task 3", "--max-per-task"),
+        ("--panel val", "--bundle"),
+    ):
+        refused(capsys, lambda: start(*flags.split()), said)  # noqa: B023
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"data": None}))
+    monkeypatch.setattr(sys, "argv", ["core_eval.py", str(run), "--panel", "val"])
+    refused(capsys, ce.main, "config.json names no rows")
+    monkeypatch.setattr(
+        ce, "validation", lambda *_: {2: {"aggregate": {"name": "x", "mean": 1, "std": 0}}}
+    )
+    ce.main()
+    assert "depth 2: x 1.0000 ± 0.0000\n" in capsys.readouterr().out
+    flat = Model(ModelConfig(**SMALL | {"n_core": 0, "vocab_size": config["model"]["vocab_size"]}))
+    torch.save({"step": 4, "model": flat.state_dict()}, run / "step_0000004.pt")
+    (run / "config.json").write_text(json.dumps(config | {"model": vars(flat.cfg)}))
+    refused(capsys, lambda: start("--depth", "4"), "the model has no loop; leave --depth out")
 
 
 def test_user_mistakes_end_in_one_line(run, start, tmp_path, capsys):

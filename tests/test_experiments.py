@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -83,11 +84,12 @@ def test_lengths_are_tokens_a_parameter_or_the_sources():
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_command_of_every_scale_gets_as_far_as_its_trainings(
-    name, tmp_path, monkeypatch, capsys
+    name, packed, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     for scale in EXPERIMENTS[name].scales:
-        experiments.main([name, "--scale", scale, "--seeds", "0", "--data", "rows", "--dry-run"])
+        line = [name, "--scale", scale, "--seeds", "0", "--data", str(packed), "--dry-run"]
+        experiments.main(line)
         commands = capsys.readouterr().out.splitlines()
         assert f"# {len(commands) - 1} of {len(commands) - 1} trainings are left" in commands[-1]
 
@@ -216,7 +218,12 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
     # a finished run of train.py counts as well
     (here / ledger.LEDGER).unlink()
     runs = sorted(str(path.parent) for path in here.glob("elsewhere/studies/*/log.jsonl"))
-    experiments.main(["import", *runs])
+    damaged = here / "damaged"
+    shutil.copytree(runs[0], damaged)
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(config | {"git": {}}))
+    line = ["import", str(damaged), *runs]
+    refused(capsys, lambda: experiments.main(line), "1 of 3 runs are damaged")
     experiments.main(wanted)
     assert not (here / "runs").exists()
 
@@ -263,6 +270,10 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
     ("components --only nothing --dry-run", "--only nothing fits no arm"),
     ("gains --dry-run -- --mu-bwd 9", "--mu-bwd 9 exceeds"),
     ("gains --data none", "--data none holds no packed rows"),
+    ("gains --data none --dry-run", "--data none holds no packed rows"),
+    ("gains --dry-run -- --seed 5", "--seed after --"),
+    ("gains --dry-run -- --warmup 0 --out=x", "--out after --"),
+    ("gains --dry-run -- --stop-at 3", "--stop-at after --"),
 ])  # fmt: skip
 def test_bad_input_is_refused_in_one_line(line, words, capsys, here):
     refused(capsys, lambda: experiments.main(line.split()), words)
@@ -298,6 +309,11 @@ def test_text_perplexity_counts_every_token_once(packed, here):
     found = json.loads((here / "run/zero_shot.json").read_text())["wikitext"]
     assert found["by word"] > found["by token"] > 1
     assert f"{found['by word']:.2f}" in (here / "page.md").read_text()
+
+
+def test_more_loops_with_gradient_than_loops_are_refused(capsys):
+    line = ["--mu-rec", "4", "--mu-bwd", "9"]
+    refused(capsys, lambda: depth_laws.main(line), "--mu-bwd 9 exceeds --mu-rec 4; try --mu-bwd 4")
 
 
 @pytest.mark.parametrize("mu_bwd", [4, 8])

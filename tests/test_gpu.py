@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import model as model_module
+import tools.plan
 from looped import memory
 from looped.machine import Place
 from looped.memory import FEW_TOKENS, GIB, Step, check_room, predict_memory, steps_to_try
@@ -237,6 +238,11 @@ def test_a_card_too_small_for_the_weights_alone_is_refused(monkeypatch, capsys):
     check_room(cfg, "muon", here._replace(world=8))  # which share the optimiser's state
     check_room(PRESETS["parcae-770m"], "muon", here)
     check_room(cfg, "muon", Place(0, 1, torch.device("cpu")))
+
+
+def test_a_plan_for_cards_that_do_not_divide_the_batch_says_so(capsys):
+    line = ["parcae-140m", "--gpus", "3"]
+    refused(capsys, lambda: tools.plan.main(line), "batch of 256; try --gpus 2")
 
 
 def test_a_plan_knows_what_fits_and_that_more_cards_are_faster():

@@ -7,6 +7,7 @@ import re
 import statistics
 
 import pytest
+from helpers import refused
 
 from looped.figures import interval
 from looped.logs import read_log, read_run
@@ -302,7 +303,9 @@ def test_a_run_that_was_never_evaluated_is_reported(tmp_path, run_report):
 
 
 @pytest.mark.parametrize("file,content,message", [
-    ("log.jsonl", '{"kind": "tr', "has no step"), ("log.jsonl", None, "lacks config.json or log.jsonl"),
+    ("log.jsonl", '{"kind": "tr', "log.jsonl has no step (line 1 is damaged)"),
+    ("log.jsonl", '{"kind":"train","step":"5","loss":1}', "has no step (line 1 is damaged)"),
+    ("log.jsonl", None, "lacks config.json or log.jsonl"),
     ("config.json", '{"args": ', "config.json is damaged"), ("config.json", "{}", "config.json is not a run's"),
     ("core_core_parcae.json", '{"panel": "core"', "core_core_parcae.json is damaged"),
 ])  # fmt: skip
@@ -316,6 +319,49 @@ def test_user_mistakes_end_in_one_line(tmp_path, run_report, capsys, file, conte
         run_report(path.parent)
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize("change", [
+    {"args": None}, {"data": None}, {"data": {"path": 3}}, {"dtype": None}, {"git": None}, {"params": "x"},
+    {"model": {"mu_rec": "8"}}, {"tokenizer": []}, {"versions": None}, {"flops_per_token": None},
+])  # fmt: skip
+def test_a_config_of_wrong_types_is_named(tmp_path, capsys, change):
+    run = make_run(tmp_path / "r")
+    (run / "config.json").write_text(json.dumps(CONFIG | change))
+    (name,) = change
+    refused(capsys, lambda: read_run(run), "config.json is not a run's", name)
+    config = {key: value for key, value in CONFIG.items() if key != name}
+    (run / "config.json").write_text(json.dumps(config))
+    refused(capsys, lambda: read_run(run), "config.json is not a run's", name)
+
+
+@pytest.mark.parametrize("content", [
+    "[]", '{"depths": []}', '{"depths": {"8": {"aggregate": {"mean": 1}, "core": 1}}}', '{"depths": {"x": 1}}', '{"depths": {"8": 1}}', '{"depths": {"8": {"aggregate": []}}}',
+    '{"depths": {"8": {"aggregate": {"mean": "x"}}}}', '{"panel": [], "depths": {"8": {"aggregate": {}}}}',
+    '{"panel": "core", "depths": {"8": {"aggregate": {"name": "x", "mean": 1, "std": 0}}}}',
+])  # fmt: skip
+def test_scores_of_wrong_types_are_named(tmp_path, capsys, content):
+    run = make_run(tmp_path / "r")
+    (run / "core_core_parcae.json").write_text(content)
+    refused(capsys, lambda: read_run(run), "core_core_parcae.json is damaged")
+
+
+def test_lines_of_wrong_types_are_damaged_lines(tmp_path, run_report):
+    run = make_run(tmp_path / "r")
+    good = log_of(run)
+    step, evaluation = good[0], good[-1]
+    bad = [
+        step | {"step": "5"}, step | {"step": None}, step | {"loss": "x"}, step | {"loss": None}, step | {"ms": "x"},
+        {name: value for name, value in step.items() if name != "loss"},
+        {name: value for name, value in step.items() if name != "tokens"},
+        evaluation | {"loss": {"8": None}}, evaluation | {"bpb": {"8": "x"}}, evaluation | {"loss": {"x": 1}}, [], 1,
+    ]  # fmt: skip
+    write_log(run, [*bad, *good])
+    train, evals, damaged = read_log(run / "log.jsonl")
+    assert damaged == list(range(1, len(bad) + 1))
+    assert len(train) == STEPS and train[0] == step
+    assert evals[-1]["loss"][8] == evaluation["loss"]["8"]
+    assert f"line {len(bad)} of log.jsonl is damaged and left out" in run_report(run)
 
 
 def test_scores_under_other_rules_are_not_put_side_by_side(tmp_path, run_report):

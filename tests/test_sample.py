@@ -149,6 +149,13 @@ def test_threshold_0_is_the_fixed_depth_and_a_huge_one_the_least(depth, loops, m
     assert torch.allclose(hidden, model.hidden(ids, loops, keys), atol=1e-10)
 
 
+def test_threshold_0_leaves_no_loop_where_rounding_makes_the_change_negative():
+    model = make(LOOP, torch.float32)
+    ids, positions, keys = padded(*texts(12, 12))
+    _, taken = read(model, ids, positions, keys, KVCache(LOOP, 12), Depth(40, 0.0))
+    assert (taken == 40).all()
+
+
 def generate(model, prompt, keys, depth, **how):
     """-> the new tokens of each row, and the loops of all tokens read."""
     rows, loops = [[] for _ in keys], []

@@ -106,3 +106,5 @@ def test_every_flag_has_help(program, monkeypatch):
         module.main()
     unexplained = [name for name, about in flags_of(caught[0]).items() if not about]
     assert not unexplained, f"{program}: {' '.join(unexplained)}"
+    if "." in program:
+        assert caught[0].prog == f"python -m {program}"

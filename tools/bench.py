@@ -146,7 +146,7 @@ def where(place: Place) -> str:
 
 def main(argv=None):
     gpu = torch.cuda.is_available()
-    parser = Parser(description=__doc__)
+    parser = Parser(description=__doc__, prog="python -m tools.bench")
     add = parser.add_argument
     looped = [name for name, cfg in PRESETS.items() if cfg.n_core]
     add("--preset", default="parcae-140m" if gpu else "nano", choices=looped,
@@ -155,7 +155,7 @@ def main(argv=None):
         help="sequences at once (default: %(default)s)")  # fmt: skip
     add("--rounds", type=positive_int, default=20, help="timed steps (default: %(default)s)")
     add("--out", default=RESULTS / f"bench-{'gpu' if gpu else 'cpu'}.md",
-        help="the page (default: %(default)s)")  # fmt: skip
+        help="the page, written over (default: the committed %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     place = distributed("auto")
     variants = []

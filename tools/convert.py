@@ -244,7 +244,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def main(argv=None):
-    parser = Parser(description=__doc__)
+    parser = Parser(description=__doc__, prog="python -m tools.convert")
     add = parser.add_argument
     add("command", choices=["import", "export"])
     add("source", type=Path, help="import: the folder; export: the run directory")
@@ -254,6 +254,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.target.exists():
         fail(f"{args.target} exists; name another")
+    if args.command == "export" and args.tokenizer:
+        fail("--tokenizer has no effect on export, which takes the run's; leave it out")
     if args.command == "export":
         export_run(args.source, args.target)
     else:

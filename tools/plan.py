@@ -188,7 +188,7 @@ def page(presets: list[str], name: str, gpus: int) -> list[str]:
 
 
 def main(argv=None):
-    parser = Parser(description=__doc__)
+    parser = Parser(description=__doc__, prog="python -m tools.plan")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help="(default: the large ones)")
     parser.add_argument(
         "--card", action="append", choices=CARDS, help="may be given again (default: H100)"
@@ -203,6 +203,11 @@ def main(argv=None):
     for name in presets:
         if name not in PRESETS:
             fail(f"no preset {name}; there are {', '.join(PRESETS)}")
+        batch = recipe_of(name).batch_size
+        if batch % args.gpus:
+            fits = max(n for n in range(1, min(args.gpus, batch + 1)) if batch % n == 0)
+            advice = f"does not divide {name}'s batch of {batch}; try --gpus {fits}"
+            fail(f"--gpus {args.gpus} {advice}")
     for card in args.card or ["H100"]:
         print("\n".join(page(presets, card, args.gpus)))
 

@@ -223,12 +223,12 @@ def core_section(rules: CoreRules, runs: list[Run], out: Path) -> list[str]:
 
 def radar(kind: str, scores: list[dict]) -> Panel:
     """A closed curve for each score, and one at 0 for chance."""
-    names = list(dict.fromkeys(chain(*(score[kind] for score in scores))))
-    angles = np.linspace(0, 2 * math.pi, len(names) + 1)
+    names = list(dict.fromkeys(chain(*(score.get(kind, {}) for score in scores))))
+    angles = np.linspace(0, 2 * math.pi, len(names) + 1) if names else np.zeros(0)
     curves = []
     for score in scores:
-        means = [score[kind].get(name) for name in names]
-        closed = np.array([*means, means[0]], float)
+        means = [score.get(kind, {}).get(name) for name in names]
+        closed = np.array([*means, *means[:1]], float)
         curves.append((angles, closed))
     curves.append((angles, np.zeros(len(angles))))
     labels = [textwrap.fill(name, 16, break_long_words=False) for name in names]
@@ -258,7 +258,7 @@ def write_report(runs: list[Run], out: Path) -> list[str]:
 
 
 def main():
-    parser = Parser(description=__doc__)
+    parser = Parser(description=__doc__, prog="python -m tools.report")
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories, the reference first")
     add("--out", type=Path, help="for report.md and figures (default: the runs' common parent)")

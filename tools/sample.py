@@ -98,6 +98,7 @@ def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
         readout = logits.to(dtype).log_softmax(-1)  # (B, 1, V)
         if last is not None:
             change = (readout.exp() * (readout - last)).sum(-1)
+            change = change.clamp_min(0)  # rounding can take it below
             live = live & (change >= depth.threshold)
         last = readout
     cache.settle(int(taken.max()))
@@ -165,7 +166,7 @@ def auto_or_loops(text):
 
 
 def parse_args():
-    parser = Parser(description=__doc__)
+    parser = Parser(description=__doc__, prog="python -m tools.sample")
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory")
     add("--prompt", action="append", required=True, help="text to go on from; may be repeated")

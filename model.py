@@ -38,7 +38,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from looped.checkpoint import MISFIT, newest_checkpoint, read_checkpoint, same_settings
+from looped.checkpoint import (
+    MISFIT,
+    newest_checkpoint,
+    read_checkpoint,
+    same_settings,
+    same_weights,
+)
 from looped.console import first_line, flag
 from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, training_plan
 from looped.flops import flops_per_token
@@ -993,6 +999,7 @@ def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
         cfg = config_of(config["model"])
         same_settings(state, cfg)
         model = Model(cfg)
+        same_weights(state["model"], model)
         model.load_state_dict(state["model"])
         model.dtype = dtype or getattr(torch, config.get("dtype", "float32"))
     except MISFIT as e:

@@ -20,7 +20,7 @@ def fail(message):
 
 
 def first_line(error):
-    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 @contextlib.contextmanager

@@ -402,9 +402,9 @@ def succeeds(part, model, optimizer, rows: int, place: Place) -> bool:
 def warm_up(model, optimizer, rows: int, place: Place) -> None:
     """Compiles every graph that training and validation use, and takes the most memory that they do.
 
-    In this order, since the first sizes that a graph sees are those that it is made for: all rows alike; rows that end
-    one after the other, so that some rows and then one go on; on a GPU, all rows as deep as one draw in ten million; a
-    batch without gradient.
+    In this order, since the first sizes that a graph sees are those that it is made for: all rows alike; rows that leave
+    one after the other, then rows that join so, which makes some rows and one; on a GPU, all rows as deep as one draw
+    in ten million; a batch without gradient.
     """
     cfg = model.cfg
     tokens = torch.zeros(rows, cfg.seq_len + 1, dtype=torch.int64, device=place.device)
@@ -420,14 +420,14 @@ def warm_up(model, optimizer, rows: int, place: Place) -> None:
 
 def warm_up_depths(cfg, rows: int, deep: bool) -> list[tuple[np.ndarray, np.ndarray]]:
     """Loops without and with gradient, (n, k), of the warm-up's batches."""
+    none = np.zeros(rows, np.int64)
     if cfg.n_core == 0:
-        none = np.zeros(rows, np.int64)
         return [(none, none)]
     ones = np.ones(rows, np.int64)
     ragged = ones.copy()
     ragged[0] = 3
     ragged[1:2] = 2
-    depths = [(ones, ones), (ragged, ragged)]
+    depths = [(ones, ones), (ragged, ones), (none, ragged)]
     if deep:
         depths.append(deepest(cfg, rows))
     if cfg.granularity == "token":

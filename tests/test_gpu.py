@@ -87,15 +87,15 @@ def configurations():
         yield pytest.param("parcae-140m", replace(looped, **change), id=value)
 
 
-def some_depths(cfg, rows: int) -> np.ndarray:
-    """As n and as k: two loops for the first row, one for the others."""
-    depths = np.ones(rows, np.int64)
-    depths[0] = 2
-    if cfg.n_core == 0:
-        depths[:] = 0
+def some_depths(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(n, k): one loop and then two for the first row, none and one for the others."""
+    n = np.zeros(rows, np.int64)
+    n[0] = 1 if cfg.n_core else 0
+    k = n + 1 if cfg.n_core else n
     if cfg.granularity == "token":
-        depths = np.repeat(depths[:, None], cfg.seq_len, axis=1)
-    return depths
+        n = np.repeat(n[:, None], cfg.seq_len, axis=1)
+        k = np.repeat(k[:, None], cfg.seq_len, axis=1)
+    return n, k
 
 
 @pytest.mark.parametrize("name, cfg", list(configurations()))
@@ -104,8 +104,8 @@ def test_a_step_and_a_validation_read_nothing_from_the_card(name, cfg):
     rows = 2
     tokens = torch.zeros(rows, cfg.seq_len + 1, dtype=torch.int64, device="meta")
     keys = torch.zeros(rows, dtype=torch.int64, device="meta")
-    depths = some_depths(cfg, rows)
-    batch = Batch(tokens, keys, depths, depths, step_tokens=rows * cfg.seq_len)
+    n, k = some_depths(cfg, rows)
+    batch = Batch(tokens, keys, n, k, step_tokens=rows * cfg.seq_len)
     with as_on_a_card() as watch:
         training_step(model, optimizer, batch, rows, Rates())
         model.losses(tokens[:, :-1], tokens[:, 1:], [cfg.mu_rec], keys)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 import core_eval
 from dataloader import PackedData
-from looped.announce import announce, choices_made, run_config
+from looped.announce import announce, choices_made, run_config, say_stopped
 from looped.checkpoint import MISFIT, join_writer, restore, same_weights, save_checkpoint
 from looped.console import (
     Parser,
@@ -58,7 +58,14 @@ from looped.machine import DEVICES, Place, best_dtype, distributed, leave, to_de
 from looped.memory import check_room, fit_memory
 from looped.randomness import SEED_STATE, sequence_key
 from looped.run_directory import RunLog, begun_dtype, is_finished, prepare_run, release_run
-from looped.settings import DEVICE_BATCH, FINAL_DEPTHS, eval_depths, ramp_steps, settle
+from looped.settings import (
+    DEVICE_BATCH,
+    FINAL_DEPTHS,
+    check_meaning,
+    eval_depths,
+    ramp_steps,
+    settle,
+)
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
 from model import CHOICES, PRESETS, Model, ModelConfig, load_run, parameter_count
@@ -108,7 +115,6 @@ RECIPES = {
 }  # fmt: skip
 CORE_EXAMPLES = 32  # a task of --core-every; ten-shot tasks need 11
 COMPILE_STEPS = 1500  # from which compiling, some minutes, pays on a CPU (LOG.md)
-MAX_MU_REC = 10_000  # drawing a depth takes as long as its mean
 BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
 
 
@@ -247,41 +253,6 @@ def recipe_of(preset: str) -> Recipe:
     return RECIPES[max(fitting, key=len)]
 
 
-LOOP_FLAGS = {
-    "gain",
-    "injection",
-    "input_matrix",
-    "readout",
-    "mu_rec",
-    "mu_bwd",
-    "sampling",
-    "granularity",
-    "mechanism",
-    "streams",
-    "prelude_norm",
-    "state_init",
-    "ssm_decay",
-}
-DIAGONAL_FLAGS = ("gain", "input_matrix", "ssm_decay")
-
-
-def check_meaning(preset: str, given: dict, settings: dict) -> None:
-    """Refuses flags that were given and would change nothing in a network of these settings."""
-    meaningless = [flag(name) for name in given if name in LOOP_FLAGS]
-    if settings["n_core"] == 0 and meaningless:
-        fail(
-            f"{' '.join(meaningless)} has no meaning for --preset {preset} with --n-core 0: "
-            "no loop; try --n-core 1 --mu-rec 8"
-        )
-    injection, mechanism = settings["injection"], settings["mechanism"]
-    meaningless = [flag(name) for name in DIAGONAL_FLAGS if name in given]
-    if injection != "diagonal" and meaningless:
-        why = f"has no meaning with --injection {injection}, only with diagonal; leave it out"
-        fail(f"{' '.join(meaningless)} {why}")
-    if "streams" in given and mechanism != "hyper":
-        fail(f"--streams has no meaning with --mechanism {mechanism}; try --mechanism hyper")
-
-
 def model_config(args) -> ModelConfig:
     """The preset's network with the flags given."""
     settings = dataclasses.asdict(PRESETS[args.preset])
@@ -292,8 +263,6 @@ def model_config(args) -> ModelConfig:
     if "mu_rec" in given and "mu_bwd" not in given:
         settings["mu_bwd"] = 0  # half of mu_rec again, not of the preset's
     settings |= given
-    if settings["mu_rec"] > MAX_MU_REC:
-        fail(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")
     check_meaning(args.preset, given, settings)
     try:
         return ModelConfig(**settings)
@@ -718,16 +687,6 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
     if place.world > 1:
         dist.broadcast_object_list(told)
     return tuple(told)
-
-
-def say_stopped(run: Run, first: int, step: int) -> None:
-    """The last line of a run that is not at its end."""
-    done = f"stopped after step {step} of {run.steps} and saved"
-    again = "the same command with --resume continues"
-    if step == first:
-        done = f"nothing was done: the run is at step {step} of {run.steps} already"
-        again = f"with --resume and without --stop-at {run.args.stop_at} it continues"
-    run.place.say(f"{done}; {again}")
 
 
 def train(args, progress: dict) -> None:

@@ -12,6 +12,24 @@ from looped.memory import device_batches
 DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for
 FINAL_DEPTHS = "1,2,4,8,16"
 MUON_FLAGS = ("muon_lr", "momentum_warmup", "weight_decay")
+MAX_MU_REC = 10_000  # drawing a depth takes as long as its mean
+# Network flags that only a model with a loop heeds, and of them those of the diagonal injection.
+LOOP_FLAGS = {
+    "gain",
+    "injection",
+    "input_matrix",
+    "readout",
+    "mu_rec",
+    "mu_bwd",
+    "sampling",
+    "granularity",
+    "mechanism",
+    "streams",
+    "prelude_norm",
+    "state_init",
+    "ssm_decay",
+}
+DIAGONAL_FLAGS = ("gain", "input_matrix", "ssm_decay")
 
 
 def settle(args, cfg, recipe, world: int) -> int:
@@ -110,3 +128,22 @@ def eval_depths(args, cfg, final: bool) -> list[int]:
     text = args.eval_depths or (FINAL_DEPTHS if final else "")
     asked = {int(depth) for depth in text.split(",") if depth}
     return sorted(asked | {cfg.mu_rec})
+
+
+def check_meaning(preset: str, given: dict, settings: dict) -> None:
+    """Refuses flags that were given and would change nothing in a network of these settings."""
+    meaningless = [flag(name) for name in given if name in LOOP_FLAGS]
+    if settings["n_core"] == 0 and meaningless:
+        fail(
+            f"{' '.join(meaningless)} has no meaning for --preset {preset} with --n-core 0: "
+            "no loop; try --n-core 1 --mu-rec 8"
+        )
+    injection, mechanism = settings["injection"], settings["mechanism"]
+    meaningless = [flag(name) for name in DIAGONAL_FLAGS if name in given]
+    if injection != "diagonal" and meaningless:
+        why = f"has no meaning with --injection {injection}, only with diagonal; leave it out"
+        fail(f"{' '.join(meaningless)} {why}")
+    if "streams" in given and mechanism != "hyper":
+        fail(f"--streams has no meaning with --mechanism {mechanism}; try --mechanism hyper")
+    if settings["mu_rec"] > MAX_MU_REC:
+        fail(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")

@@ -265,6 +265,8 @@ def worker_pool(n):
     if n == 1:
         pool = ThreadPoolExecutor(1)
     else:
+        # the tracker of their semaphores, which inherits this, would speak of them after Ctrl-C
+        sys.warnoptions.append("ignore:resource_tracker")
         spawn = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(n, spawn, end_with_parent, (os.getpid(),))
     try:

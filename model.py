@@ -777,11 +777,11 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
     def after_loss(self, h, ids, targets):
-        """h after the last loop (B, T, D) -> cross-entropy summed over the micro-batch's tokens, nats, float32."""
+        """The last loop's h (B, T, D) -> summed cross-entropy of a micro-batch, nats, float32."""
         return self.head_loss(self.after(h, ids).flatten(0, 1), targets.flatten())
 
     def token_losses(self, h, ids, targets):
-        """h after the last loop (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
+        """The last loop's h (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
         x = self.after(h, ids).flatten(0, 1)
         size = self.loss_chunk or len(x)
         losses = []

@@ -112,7 +112,7 @@ def say_stopped(run, first: int, step: int) -> None:
     """The last line of a run that is not at its end."""
     done = f"stopped after step {step} of {run.steps} and saved"
     again = "the same command with --resume continues"
-    if step == first:
+    if run.args.stop_at and run.args.stop_at <= first:
         done = f"nothing was done: the run is at step {step} of {run.steps} already"
         again = f"with --resume and without --stop-at {run.args.stop_at} it continues"
     run.place.say(f"{done}; {again}")

@@ -170,10 +170,10 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     then k[i] with.
 
     Rows, n and k (B,), deepest first and with n[i] = 0 where k[i] < max(k), as of every law above:
-    without gradient all start together and leave as they finish; with gradient they end together, and a row with k[i] < max(k)
-    joins late, still at h_0 since its n[i] is 0. So the active rows are always the first. Other
-    rows, and tokens, n and k (B, T): all are computed in every loop, and one that is done, or waits
-    for the loops with gradient, keeps its state; other tokens still attend to it.
+    without gradient all start together and leave as they finish; with gradient they end together,
+    and a row with k[i] < max(k) joins late, still at h_0. So the active rows are always the first.
+    Other rows, and tokens, n and k (B, T): all are computed in every loop, and one that is done, or
+    waits for the loops with gradient, keeps its state; other tokens still attend to it.
     """
     late = k.max() - k
     first_ones = n.ndim == 1 and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()

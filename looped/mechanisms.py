@@ -15,7 +15,7 @@ sampling alike:
                         propose(h) is core_step(h)
     resume(history)     the history as the loops with gradient should find it
     read(x)             what is carried -> h (B, T, D)
-    can_wait            whether a row may stand still while others loop on; False: it needs a history
+    can_wait            whether a row may stand still while others loop on, and then go on itself
     initial(part)       initial value of the parameter of that name
 
 What belongs to a row must be carried in x, or padded: an entry of the history has the rows that were

@@ -16,7 +16,7 @@ Loops are counted by depth.
 
 Where to change what:
     the input gain            a function, and its line in GAINS
-    decay and gain            DiagonalInjection.drive; each may be (D,) or (B, T, D)
+    decay and gain            DiagonalInjection.decay_and_write; each may be (D,) or (B, T, D)
     the linear path           a class like DiagonalInjection, and its line in INJECTIONS
     one whole loop            Model.core_step, which knows each row's own loop index
     what becomes of a loop    a class as in looped/mechanisms.py, and its line in MECHANISMS
@@ -48,6 +48,7 @@ from looped.checkpoint import (
 from looped.console import first_line, flag
 from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, training_plan
 from looped.flops import flops_per_token
+from looped.machine import note_other_code
 from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
 from looped.ops import ChunkedCrossEntropy, attend, orthogonal, rope, spectral_norm
 from looped.randomness import SEED_INIT, hashed_normal, sequence_key
@@ -127,13 +128,13 @@ class LoopInputs:
 class AddInjection(nn.Module):
     """h + e: the carry is the identity, so the state may grow. The base of the others."""
 
-    carries = False  # whether the state is multiplied by a matrix at every loop
+    carry_is_matrix = False  # whether the state is multiplied by a matrix at every loop
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__()
 
     @staticmethod
-    def writes(cfg: "ModelConfig") -> bool:
+    def write_is_matrix(cfg: "ModelConfig") -> bool:
         """Whether e is multiplied by a matrix, once."""
         return False
 
@@ -143,7 +144,7 @@ class AddInjection(nn.Module):
             f"{part} has no initial value: add a case for it to `initial` or `_initial`"
         )
 
-    def drive(self, e):
+    def decay_and_write(self, e):
         """e (B, T, D) -> decay, (D,) or (B, T, D), or None; and the written input, (B, T, D). Every
         loop of the sequence takes them.
         """
@@ -182,7 +183,7 @@ class DiagonalInjection(AddInjection):
             self.B = nn.Parameter(torch.empty(cfg.d_model, cfg.d_model))
 
     @staticmethod
-    def writes(cfg):
+    def write_is_matrix(cfg):
         return cfg.input_matrix
 
     def initial(self, part, std, generator):
@@ -196,7 +197,7 @@ class DiagonalInjection(AddInjection):
         inverse = dt + math.log(-math.expm1(-dt))  # softplus⁻¹(dt)
         return torch.full(self.dt_bias.shape, inverse)
 
-    def drive(self, e):
+    def decay_and_write(self, e):
         decay, gain = discretise(self.A_log, self.dt_bias, self.gain_rule)
         if self.B is not None:
             e = F.linear(e, self.B.to(e.dtype))
@@ -221,7 +222,7 @@ class DiagonalInjection(AddInjection):
 class ConcatInjection(AddInjection):
     """RDM: W [h; e], unconstrained."""
 
-    carries = True
+    carry_is_matrix = True
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__(cfg)
@@ -229,13 +230,13 @@ class ConcatInjection(AddInjection):
         self.W = nn.Parameter(torch.empty(cfg.d_model, 2 * cfg.d_model))  # [carry, write]
 
     @staticmethod
-    def writes(cfg):
+    def write_is_matrix(cfg):
         return True
 
     def initial(self, part, std, generator):
         return orthogonal(self.W.shape, std, generator)
 
-    def drive(self, e):
+    def decay_and_write(self, e):
         write = self.W[:, self.width :].to(e.dtype)
         return None, F.linear(e, write)
 
@@ -689,15 +690,15 @@ class Model(nn.Module):
         e = self.encode(ids, cache)
         if self.cfg.n_core == 0:
             return e, None
-        decay, write = self.injection.drive(e.to(self.dtype))
+        decay, write = self.injection.decay_and_write(e.to(self.dtype))
         values = self.value_rows(ids, self.cfg.n_prelude, self.cfg.n_core)
         positions = None if cache is None else cache.positions
         inputs = LoopInputs(decay, write.to(e.dtype), values)
         return self.initial_state(e, keys, positions), inputs
 
-    def core_step(self, h, inputs: LoopInputs, t, cache=None):
+    def core_step(self, h, inputs: LoopInputs, index, cache=None):
         """One loop: h (B, T, D) -> decay ⊙ h + gain ⊙ (B e) + R̄(h, e). `inject` gives the first two
-        terms; the blocks are residual and add R̄. t (B,) or (B, T): how many loops each row, or
+        terms; the blocks are residual and add R̄. index (B,) or (B, T): how many loops each row, or
         token, took before.
         """
         x = self.injection.inject(h, inputs)
@@ -826,13 +827,13 @@ class Model(nn.Module):
             x = new if loop.active == len(x) else torch.cat([new, x[loop.active :]])
             yield LoopState(mechanism, x, before)
 
-    def _proposal(self, inputs: LoopInputs, t, cache):
+    def _proposal(self, inputs: LoopInputs, index, cache):
         """The function h -> core_step(h) of one loop."""
 
         def propose(h):
             if self.checkpoint_loops and torch.is_grad_enabled():
-                return checkpoint(self.core_step, h, inputs, t, use_reentrant=False)
-            return self.core_step(h, inputs, t, cache)
+                return checkpoint(self.core_step, h, inputs, index, use_reentrant=False)
+            return self.core_step(h, inputs, index, cache)
 
         return propose
 
@@ -934,15 +935,19 @@ class Model(nn.Module):
 
     PIECES = ("before", "core_step", "after_loss", "token_losses")
 
-    def compile_pieces(self, backend: str = "inductor") -> None:
-        """Replaces the pieces by compiled ones.
+    def compile_pieces(self, backend: str = "inductor", for_cpu: bool = False) -> None:
+        """Replaces the pieces by compiled ones; for_cpu: those alone for which it pays there.
 
         core_step gets a graph for all rows of a micro-batch, one for any number of active rows and
         one for a single row, each with and without gradient; the other pieces one with and one
         without. Then no more compiling.
         """
         self.is_compiled = True
-        for name in self.PIECES:
+        pieces = self.PIECES
+        if for_cpu:  # LOG.md, "Compiling on a CPU"
+            pieces = ("before", "core_step", "after_loss")
+            self.initial_state = torch.compiler.disable(self.initial_state)
+        for name in pieces:
             dynamic = None if name == "core_step" else False
             piece = torch.compile(getattr(self, name), dynamic=dynamic, backend=backend)
             setattr(self, name, piece)
@@ -1004,4 +1009,5 @@ def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
         model.dtype = dtype or getattr(torch, config.get("dtype", "float32"))
     except MISFIT as e:
         raise ValueError(f"{file} and {path.name} do not fit ({first_line(e)})") from None
+    note_other_code(run, config)
     return model.to(device).eval(), cfg, config | {"checkpoint": path.name}

@@ -319,11 +319,11 @@ class Batch:
             )
 
 
-def deal(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
-    """Sequences of a step for each rank: deepest first, dealt back and forth so that the ranks'
+def share_out(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
+    """Sequences of a step for each rank: deepest first, given back and forth so that the ranks'
     work is equal.
 
-    A loop without gradient costs 2 units, one with gradient 6. The deal looks at depths only, which
+    A loop without gradient costs 2 units, one with gradient 6. Only depths decide, which
     are independent of the text, and the step's gradient is a sum over sequences, so who computes
     which changes nothing but rounding.
     """
@@ -341,7 +341,7 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place
     """
     B = args.batch_size
     n, k = sample_depths(cfg, args.seed, step, B)
-    mine = deal(n, k, place.world)[place.rank]
+    mine = share_out(n, k, place.world)[place.rank]
     rows = data.stream_ids(args.seed, step * B, B)
     tokens = torch.from_numpy(data.get("train", rows[mine]))
     keys = [sequence_key(args.seed, SEED_STATE, step * B + i) for i in mine.tolist()]
@@ -511,10 +511,10 @@ class Finished:
 
 def stop_flag(caught: list, place: Place) -> torch.Tensor:
     """1 on every rank where one of them caught a signal."""
-    flag = torch.tensor(float(bool(caught)), device=place.device)
+    asked = torch.tensor(float(bool(caught)), device=place.device)
     if place.world > 1:
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return flag
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+    return asked
 
 
 def finish_step(run: Run, finished: Finished) -> bool:
@@ -657,11 +657,12 @@ def build(
     if args.init_from and not newest:
         model.load_state_dict(begin_from(args.init_from, model, data))
     model.to(place.device)
-    groups = OPTIMIZERS[args.optimizer](model, args, compiled)
+    # on a CPU the update is too short for its compilation to pay
+    groups = OPTIMIZERS[args.optimizer](model, args, compiled and place.is_gpu)
     optimizer = Optimizer(groups, args.clip, place.rank, place.world)
     first = restore(newest, model, optimizer) if newest else 0
     if compiled:
-        model.compile_pieces()
+        model.compile_pieces(for_cpu=not place.is_gpu)
     return model, optimizer, first
 
 

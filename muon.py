@@ -115,7 +115,7 @@ class Buffer:
     """Parameters of one rule, side by side, and this rank's part of them."""
 
     members: list  # (name, parameter)
-    places: list[slice]  # of each member in data
+    spans: list[slice]  # of each member in data
     data: torch.Tensor
     grad: torch.Tensor
     part: slice  # this rank's
@@ -128,7 +128,7 @@ class Buffer:
 
     def held(self) -> int:
         """How many members of a stack are this rank's."""
-        starts = [place.start for place in self.places]
+        starts = [span.start for span in self.spans]
         return sum(self.part.start <= start < self.part.stop for start in starts)
 
 
@@ -199,9 +199,9 @@ class AdamW:
         second = buffer.state["second"].lerp(g.square(), 1 - beta2) / (1 - beta2**step)
         ratio = g.square() / second.clamp_min(1e-30)
         own = []
-        for place in buffer.places:  # where this part cuts each tensor
-            start = min(max(place.start - buffer.part.start, 0), len(g))
-            stop = min(max(place.stop - buffer.part.start, 0), len(g))
+        for span in buffer.spans:  # where this part cuts each tensor
+            start = min(max(span.start - buffer.part.start, 0), len(g))
+            stop = min(max(span.stop - buffer.part.start, 0), len(g))
             own.append(slice(start, stop))
         sums = torch.stack([ratio[cut].sum() for cut in own])
         sizes = torch.tensor([p.numel() for _, p in buffer.members], device=g.device)
@@ -219,16 +219,16 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def deal(count: int, world: int, first: int) -> list[int]:
-    """Places of `count` matrices in a stack of which each rank owns an equal part: dealt out from
-    rank `first` on.
+def stack_slots(count: int, world: int, first: int) -> list[int]:
+    """Where `count` matrices stand in a stack of which each rank owns an equal part: given out one
+    by one, from rank `first` on.
     """
     own = math.ceil(count / world)
-    places = []
+    slots = []
     for i in range(count):
         rank = (first + i) % world
-        places.append(rank * own + i // world)
-    return places
+        slots.append(rank * own + i // world)
+    return slots
 
 
 class Optimizer:
@@ -246,7 +246,7 @@ class Optimizer:
         self.world = world
         self.buffers: list[tuple] = []  # (rule, Buffer)
         # matrices so far: a stack goes on where the last ended, which evens out the ranks
-        dealt = 0
+        stacked = 0
         for rule, members in groups:
             if not members:
                 continue
@@ -257,41 +257,41 @@ class Optimizer:
             for name, p in members:
                 shapes.setdefault(tuple(p.shape), []).append((name, p))
             for stack in shapes.values():
-                self.buffers.append((rule, self._stack(rule, stack, dealt)))
-                dealt += len(stack)
+                self.buffers.append((rule, self._stack(rule, stack, stacked)))
+                stacked += len(stack)
         device = self.buffers[0][1].data.device
         self.steps = torch.zeros((), device=device)  # for Adam's bias correction
 
     def _flat(self, rule, members: list) -> Buffer:
         """Parameters end to end."""
-        places = []
+        spans = []
         end = 0
         for _, p in members:
-            places.append(slice(end, end + p.numel()))
+            spans.append(slice(end, end + p.numel()))
             end += p.numel()
         own = math.ceil(end / self.world)
-        return self._buffer(rule, members, places, (own * self.world,))
+        return self._buffer(rule, members, spans, (own * self.world,))
 
     def _stack(self, rule, members: list, first: int) -> Buffer:
         """Matrices of one shape."""
         own = math.ceil(len(members) / self.world)
-        places = []
-        for place in deal(len(members), self.world, first):
-            places.append(slice(place, place + 1))
+        spans = []
+        for slot in stack_slots(len(members), self.world, first):
+            spans.append(slice(slot, slot + 1))
         shape = (own * self.world, *members[0][1].shape)
-        return self._buffer(rule, members, places, shape)
+        return self._buffer(rule, members, spans, shape)
 
-    def _buffer(self, rule, members: list, places: list[slice], shape: tuple) -> Buffer:
+    def _buffer(self, rule, members: list, spans: list[slice], shape: tuple) -> Buffer:
         data = torch.zeros(shape, device=members[0][1].device)
         grad = torch.zeros_like(data)
-        for (_, p), place in zip(members, places, strict=True):
-            data[place].copy_(p.data.reshape(data[place].shape))
-            p.data = data[place].view(p.shape)
-            p.grad = grad[place].view(p.shape)
+        for (_, p), span in zip(members, spans, strict=True):
+            data[span].copy_(p.data.reshape(data[span].shape))
+            p.data = data[span].view(p.shape)
+            p.grad = grad[span].view(p.shape)
         own = shape[0] // self.world
         part = slice(self.rank * own, (self.rank + 1) * own)
         g = grad if self.world == 1 else torch.zeros_like(data[part])
-        buffer = Buffer(members, places, data, grad, part, g)
+        buffer = Buffer(members, spans, data, grad, part, g)
         buffer.state = rule.new_state(buffer.p)
         return buffer
 
@@ -393,8 +393,8 @@ class Optimizer:
 
     def _views(self, buffer: Buffer, whole: torch.Tensor):
         """(name, view) of each member's state."""
-        for (name, p), place in zip(buffer.members, buffer.places, strict=True):
+        for (name, p), span in zip(buffer.members, buffer.spans, strict=True):
             if whole.dim() == 1:
-                yield name, whole[place].view(p.shape)
+                yield name, whole[span].view(p.shape)
             else:
-                yield name, whole[place][0]
+                yield name, whole[span][0]

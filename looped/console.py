@@ -19,6 +19,12 @@ def fail(message):
     sys.exit(2)
 
 
+def note(message):
+    """One line beside the output, from the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {message}", file=sys.stderr, flush=True)
+
+
 def first_line(error):
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 

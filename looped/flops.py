@@ -13,7 +13,8 @@ def flops_per_token(cfg, injection, attention: str = "palm") -> float:
     N1 are the effective parameters run without gradient, N2 those with, at the means of the depth
     law. The head counts; token and value tables do not, nor do a mechanism's gates and queries
     (below 1 % of a core layer at 140M). injection: the class of the linear path, which says whether
-    its loop (carries) and its input (writes) take a matrix product. attention: a key of ATTENTION.
+    it multiplies the state by a matrix in every loop, and the written input once. attention: a key
+    of ATTENTION.
     """
     d = cfg.d_model
     block = cfg.block_matmul()
@@ -24,8 +25,8 @@ def flops_per_token(cfg, injection, attention: str = "palm") -> float:
     once = ends * block + cfg.vocab_size * d
     if cfg.n_core:
         without, learning = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
-        loop = cfg.n_core * block + d * d * injection.carries
-        once += d * d * (injection.writes(cfg) + cfg.readout)
+        loop = cfg.n_core * block + d * d * injection.carry_is_matrix
+        once += d * d * (injection.write_is_matrix(cfg) + cfg.readout)
     n1 = without * loop
     n2 = once + learning * loop
     layers = 3 * ends + cfg.n_core * (without + 3 * learning)

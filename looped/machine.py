@@ -15,8 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from looped.console import fail
+from looped.console import fail, note
+from looped.files import file_hash
 
+NETWORK = ("model.py", "looped/depth.py", "looped/mechanisms.py", "looped/ops.py")
 DEVICES = ("auto", "cuda", "mps", "cpu")
 HANG = timedelta(minutes=5)  # that a rank waits for another; one that dies is noticed at once
 PEAK_FLOPS = {
@@ -106,6 +108,19 @@ def best_dtype(device: torch.device) -> tuple[str, str]:
     return "float32", "this processor has no bfloat16 products"
 
 
+def network_code() -> str:
+    """A hash of the source that decides what given weights compute."""
+    root = Path(__file__).parents[1]
+    return file_hash(*(root / name for name in NETWORK))
+
+
+def note_other_code(run: Path, config: dict) -> None:
+    """Says so where a run was made by other code than this; config: its config.json."""
+    if config.get("network_code", network_code()) != network_code():
+        where = "its config.json has the commit and the uncommitted changes"
+        note(f"{run} was trained with another {' or '.join(NETWORK)} than here; {where}")
+
+
 def environment() -> dict:
     """Versions and source state, for config.json."""
     versions = {"python": platform.python_version()}
@@ -114,6 +129,7 @@ def environment() -> dict:
     diff = git("diff", "HEAD", "--", "*.py")
     return {
         "git": {"commit": commit, "diff": diff},
+        "network_code": network_code(),
         "versions": versions,
         "machine": machine_name(),
     }

@@ -14,7 +14,7 @@ import torch
 from looped.checkpoint import newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
 from looped.files import LOCK, take_lock, write_atomic
-from looped.machine import peak_flops, peak_memory
+from looped.machine import note_other_code, peak_flops, peak_memory
 
 # Settings that may change when a run is continued; all others decide its numbers.
 FREE = {
@@ -64,6 +64,7 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
         names = ", ".join(differing)
         advice = "repeat them, or name another with --out"
         fail(f"{run} was begun with other settings: {names}; {advice}")
+    note_other_code(run, begun)
     try:
         if not continued:
             write_atomic(file, json.dumps(config, indent=1).encode())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-SOURCES = Path(__file__).with_name("sources.csv")  # of: depth T, or a score
+SOURCES = Path(__file__).with_name("sources.csv")  # of: a depth, or a score
 
 SMALL = ("nano", "tiny")
 TRANSFORMER = ("nano", "tiny", "140m", "370m", "770m", "1.3b")  # sizes of the paper's two setups

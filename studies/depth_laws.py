@@ -1,5 +1,5 @@
 """
-Histograms of the sampled depth T against the laws' formulas (paper, appendix "Sampling of
+Histograms of the sampled depth against the laws' formulas (paper, appendix "Sampling of
 Truncated Recurrence").
 
     python -m studies.depth_laws --mu-rec 8 --mu-bwd 8 --out results/depth-laws.md
@@ -22,7 +22,7 @@ LAWS = ("poisson-truncated-full", "poisson-fill", "poisson-lognormal-fill")
 
 
 def probabilities(law: str, mu_rec: int, mu_bwd: int, depths):
-    """P(T = depth) by the formulas, independent of looped/depth.py's sampling."""
+    """P(depth) by the formulas, independent of looped/depth.py's sampling."""
     if law == "poisson-truncated-full":
         p = stats.poisson.pmf(depths, mu_rec)
         p[depths == 1] += p[depths == 0]
@@ -60,7 +60,7 @@ def main(argv=None):
     for law in LAWS:
         share = sampled(law, args.mu_rec, args.mu_bwd, depths, SEQUENCES)
         formula = probabilities(law, args.mu_rec, args.mu_bwd, depths)
-        panels.append(Panel("depth T, loops", law, [(depths, share), (depths, formula)]))
+        panels.append(Panel("depth, loops", law, [(depths, share), (depths, formula)]))
         numbers = [share @ depths, formula @ depths, np.abs(share - formula).max()]
         rows.append([law, *map(fmt, numbers)])
     args.out.parent.mkdir(parents=True, exist_ok=True)

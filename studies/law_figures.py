@@ -12,7 +12,7 @@ from looped.figures import COLORS, MARKERS
 from studies import laws
 
 BY_MU = "mean recurrence mu_rec (loops)"
-BY_DEPTH = "test-time depth T (loops)"
+BY_DEPTH = "test-time depth (loops)"
 BY_FLOPS = "training compute C (FLOPs)"
 LOSS = "validation loss (nats/token)"
 DECAY = "L + Z exp(-zT)"
@@ -37,8 +37,8 @@ def draw_all(result: dict, rows, held_out, out: Path) -> list[str]:
         drawn["train"] = draw_law(result["train"], at_mu[at_mu.mu_rec > 1])
     if "test_time" in result:
         drawn["test_time"] = draw_curves(result["test_time"]["curves"])
-    if "unified T/mu" in result and len(held_out):
-        drawn["unified"] = draw_unified(result["unified T/mu"], held_out)
+    if "unified depth/mu" in result and len(held_out):
+        drawn["unified"] = draw_unified(result["unified depth/mu"], held_out)
     for name, image in drawn.items():
         for axes in image.axes:
             axes.legend(fontsize=7)
@@ -130,12 +130,12 @@ def draw_curves(curves: list[dict]) -> Figure:
     image, (axes,) = row_of_panels(1)
     largest = pd.DataFrame(curves).sort_values("budget").drop_duplicates(["n_eff"], keep="last")
     for i, curve in enumerate(largest.sort_values("n_eff").to_dict("records")):
-        T = np.linspace(curve["T"][0], curve["T"][-1], 200)
-        fit = (T, laws.form_value(DECAY, curve[DECAY], T))
+        depth = np.linspace(curve["depth"][0], curve["depth"][-1], 200)
+        fit = (depth, laws.form_value(DECAY, curve[DECAY], depth))
         label = f"mu_rec {curve['mu_rec']:g}, N {curve['n_eff']:.3g}"
-        points_and_curve(axes, i, label, (curve["T"], curve["loss"]), fit)
+        points_and_curve(axes, i, label, (curve["depth"], curve["loss"]), fit)
         axes.axvline(curve["mu_rec"], color=COLORS[i % len(COLORS)], linestyle=":")
-    axes.set(xlabel=f"{BY_DEPTH}; dotted: T = mu_rec", ylabel=LOSS)
+    axes.set(xlabel=f"{BY_DEPTH}; dotted: mu_rec", ylabel=LOSS)
     return image
 
 
@@ -148,8 +148,8 @@ def draw_unified(fitted: laws.Fit, held_out) -> Figure:
     oracle = laws.oracle_losses(fitted.logs, held_out)
     table = held_out.assign(law=law, oracle=oracle)
     for i, (run, points) in enumerate(table.groupby("run")):
-        T = points.depth
-        points_and_curve(axes, i, Path(run).name, (T, points.loss), (T, points.law))
-        axes.plot(T, points.oracle, ":", color=COLORS[i % len(COLORS)])
+        depth = points.depth
+        points_and_curve(axes, i, Path(run).name, (depth, points.loss), (depth, points.law))
+        axes.plot(depth, points.oracle, ":", color=COLORS[i % len(COLORS)])
     axes.set(xlabel=f"{BY_DEPTH}; solid: unified law, dotted: oracle", ylabel=LOSS)
     return image

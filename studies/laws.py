@@ -1,10 +1,10 @@
 """
 The scaling laws of looping (Parcae; Prairie et al. 2026), and their fits.
 
-    L = E + A N(mu)^-a + B D^-b + Z exp(-z T mu^-gamma)       nats per token
+    L = E + A N(mu)^-a + B D^-b + Z exp(-z depth mu^-gamma)       nats per token
 
 fitted by the Huber loss, delta 1e-3, on log L. Rows of data are a frame with a line for each
-(run, depth T) and the columns run, mu_rec, depth, tokens (D), flops and budget (the run's
+(run, depth) and the columns run, mu_rec, depth, tokens (D), flops and budget (the run's
 FLOPs), n_eff (N), loss, and best (the run's loss at depth mu_rec). N(mu), "if you were to
 unroll all loops into real parameters", counts every parameter, those in the loop (core blocks,
 their value tables, A, dt, B) mu times: of the readings tried (tests) the nearest to the errors
@@ -54,21 +54,21 @@ class Law:
 
 LAWS = {
     "train": Law(PARAMS[:5]),
-    "unified T/mu": Law(PARAMS[:7]),
-    "unified T/mu^gamma": Law(PARAMS),
-    "unified T": Law(PARAMS[:7], ZERO),
+    "unified depth/mu": Law(PARAMS[:7]),
+    "unified depth/mu^gamma": Law(PARAMS),
+    "unified depth": Law(PARAMS[:7], ZERO),
 }
 
-# Forms of the loss by test-time depth: each is E + Z exp(-z t) of some t(T).
+# Forms of the loss by test-time depth: each is E + Z exp(-z t) of some t(depth).
 FORMS = {
     "L + Z exp(-zT)": np.positive,
-    "L + Z (1+T)^-z": np.log1p,
-    "L + Z T^-z": np.log,
-    "Z T^-z": np.log,
+    "L + Z (1+depth)^-z": np.log1p,
+    "L + Z depth^-z": np.log,
+    "Z depth^-z": np.log,
 }
-WITHOUT_FLOOR = "Z T^-z"
+WITHOUT_FLOOR = "Z depth^-z"
 
-# E, A, a, B, b (the paper's appendix "Fitting a Parametric Function for Looping"), and no term of T
+# E, A, a, B, b (the paper's appendix "Fitting a Parametric Function for Looping"), and no term of the depth
 PAPER = {
     "parcae-140m": np.log([[2.662, 522733.307, 0.771, 25420.102, 0.525, ZERO, ZERO, 1]]),
     "parcae-370m": np.log([[2.439, 832134.346, 0.775, 6386.865, 0.448, ZERO, ZERO, 1]]),
@@ -103,33 +103,33 @@ def effective_params(cfg) -> int:
 # -- the law
 
 
-def log_terms(p, ln_N, ln_D, T, ln_mu) -> list:
+def log_terms(p, ln_N, ln_D, depth, ln_mu) -> list:
     """The logs of the law's four terms; p: logs of its eight parameters."""
     E, A, ln_a, B, ln_b, Z, ln_z, ln_gamma = p
     rate = np.exp(ln_z - np.exp(ln_gamma) * ln_mu)
-    return [E, A - np.exp(ln_a) * ln_N, B - np.exp(ln_b) * ln_D, Z - rate * T]
+    return [E, A - np.exp(ln_a) * ln_N, B - np.exp(ln_b) * ln_D, Z - rate * depth]
 
 
-def log_loss(p, ln_N, ln_D, T, ln_mu):
-    return reduce(np.logaddexp, log_terms(p, ln_N, ln_D, T, ln_mu))
+def log_loss(p, ln_N, ln_D, depth, ln_mu):
+    return reduce(np.logaddexp, log_terms(p, ln_N, ln_D, depth, ln_mu))
 
 
-def jacobian(p, ln_N, ln_D, T, ln_mu):
+def jacobian(p, ln_N, ln_D, depth, ln_mu):
     """Of the log loss at n points in the logs of the parameters: (n, 8)."""
-    terms = np.broadcast_arrays(*log_terms(p, ln_N, ln_D, T, ln_mu))
+    terms = np.broadcast_arrays(*log_terms(p, ln_N, ln_D, depth, ln_mu))
     sizes = np.exp(terms)
     floor, parameters, tokens, loops = sizes / sizes.sum(0)
     a, b, z, gamma = np.exp(p[[2, 4, 6, 7]])
     by_a = -parameters * a * ln_N
     by_b = -tokens * b * ln_D
-    by_z = -loops * z * np.exp(-gamma * ln_mu) * T
+    by_z = -loops * z * np.exp(-gamma * ln_mu) * depth
     by_gamma = -by_z * gamma * ln_mu
     return np.stack([floor, parameters, by_a, tokens, by_b, loops, by_z, by_gamma], axis=1)
 
 
-def predict(logs, N, D, T=1.0, mu=1.0):
+def predict(logs, N, D, depth=1.0, mu=1.0):
     """Losses (R, ...) of R laws, logs of their parameters (R, 8)."""
-    return np.exp([log_loss(p, np.log(N), np.log(D), T, np.log(mu)) for p in logs])
+    return np.exp([log_loss(p, np.log(N), np.log(D), depth, np.log(mu)) for p in logs])
 
 
 def predict_rows(logs, rows: pd.DataFrame):
@@ -138,7 +138,7 @@ def predict_rows(logs, rows: pd.DataFrame):
 
 
 def oracle_losses(logs, rows: pd.DataFrame):
-    """The first law's losses with the measured loss at T = mu as their floor."""
+    """The first law's losses with the measured loss at depth mu as their floor."""
     endless = rows.assign(depth=1e9)
     loops = predict_rows(logs[:1], rows) - predict_rows(logs[:1], endless)
     return loops[0] + rows.best
@@ -243,7 +243,7 @@ def huber_on_log(guess, loss):
 
 def prediction_errors(logs, rows: pd.DataFrame) -> dict[str, float]:
     """Mean and largest percent, and the sum of the Huber loss; "oracle": the floor is the measured
-    loss at T = mu.
+    loss at depth mu.
     """
     guess = predict_rows(logs[:1], rows)[0]
     percent = percent_off(guess, rows.loss)
@@ -324,16 +324,16 @@ def exponential(t, E, Z, z):
     return E + Z * np.exp(-z * t)
 
 
-def form_value(name: str, fitted: dict, T):
-    return exponential(FORMS[name](T), **fitted)
+def form_value(name: str, fitted: dict, depth):
+    return exponential(FORMS[name](depth), **fitted)
 
 
-def fit_form(name: str, T, loss) -> dict:
+def fit_form(name: str, depth, loss) -> dict:
     """E, Z and z of a test-time form, by least squares on log loss.
 
     With a floor from the best of 40 decay rates z, for each of which E and Z are a straight line's.
     """
-    t = FORMS[name](T)
+    t = FORMS[name](depth)
     if name == WITHOUT_FLOOR:
         slope, log_Z = np.polyfit(t, np.log(loss), 1)
         return {"E": 0.0, "Z": math.exp(log_Z), "z": -slope}
@@ -355,25 +355,25 @@ def fit_form(name: str, T, loss) -> dict:
 
 
 def fit_curves(rows: pd.DataFrame) -> dict:
-    """Each run's loss against depth in the paper's four forms: Huber in sample and, fitted to T <=
-    mu, beyond mu.
+    """Each run's loss against depth in the paper's four forms: Huber in sample and, fitted to depths
+    <= mu, beyond mu.
     """
     curves = []
     scores = []
     for _, points in rows.groupby("run", sort=False):
-        T = points.depth.to_numpy(float)
+        depth = points.depth.to_numpy(float)
         loss = points.loss.to_numpy(float)
         first = points.iloc[0]
-        near = first.mu_rec >= T
-        c = first[["run", "mu_rec", "n_eff", "budget"]].to_dict() | {"T": T, "loss": loss}
+        near = first.mu_rec >= depth
+        c = first[["run", "mu_rec", "n_eff", "budget"]].to_dict() | {"depth": depth, "loss": loss}
         for name in FORMS:
-            c[name] = fit_form(name, T, loss)
+            c[name] = fit_form(name, depth, loss)
             score = {"form": name}
-            score["huber"] = huber_on_log(form_value(name, c[name], T), loss).mean()
+            score["huber"] = huber_on_log(form_value(name, c[name], depth), loss).mean()
             score["floor_off_percent"] = percent_off(c[name]["E"], first.best)
-            if 3 <= near.sum() < len(T):
-                early = fit_form(name, T[near], loss[near])
-                ahead = form_value(name, early, T[~near])
+            if 3 <= near.sum() < len(depth):
+                early = fit_form(name, depth[near], loss[near])
+                ahead = form_value(name, early, depth[~near])
                 score["huber_beyond_mu"] = huber_on_log(ahead, loss[~near]).mean()
             scores.append(score)
         curves.append(c)

@@ -143,13 +143,13 @@ def difference_table(tables: list[list[Arm]], by: str) -> list[str]:
     for depth, arms in product(sorted(known & DEPTHS), tables):
         for d in differences(arms, by, depth):
             names = [d.arm.name(), getattr(d.base, by)]
-            cells.append([*names, f"T = {depth}", spread(d.values, "+.4f")])
+            cells.append([*names, f"depth {depth}", spread(d.values, "+.4f")])
     if not cells:
         return []
     names = ["loss of", "less that of"]
     frame = pd.DataFrame(cells, columns=[*names, "depth", "difference"])
     rows = frame.pivot_table("difference", names, "depth", aggfunc="first", sort=False)
-    title = "## Differences of loss at depth T, paired by seed"
+    title = "## Differences of loss by depth, paired by seed"
     return [title, "", *frame_table(rows)]
 
 
@@ -180,7 +180,7 @@ def source_table(arms: list[Arm], unit: str) -> list[str]:
         name = arm.col
         if depth != "mu" or not name:
             at = "mu_rec" if depth == "mu" else depth
-            name = f"{name} T = {at}".strip()
+            name = f"{name} depth {at}".strip()
         row = rows.setdefault(arm.row, {"": arm.row})
         row[name] = cell(lines_of([arm]), depth, unit)
         if known:
@@ -199,7 +199,7 @@ def score_table(arms: list[Arm]) -> list[str]:
         for line in lines_of([arm]):
             for score in line["core"]:
                 at = "mu_rec" if score["depth"] == line["mu_rec"] else score["depth"]
-                name = f"{score['name'] or score['panel']}, T = {at}"
+                name = f"{score['name'] or score['panel']}, depth {at}"
                 scores.append([arm.name(), name, score["mean"]])
     if not scores:
         return []

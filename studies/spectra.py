@@ -7,8 +7,8 @@ Normalization" plots.
     python -m studies.spectra RUN --checkpoints # over training: needs train.py --keep-every N
 
 Spectral norms of Ā (the carry of a loop), of the input matrix B̄ (gain ⊙ B) and of C. On rows
-of the validation data: the expansion ‖Cx‖/‖x‖, the state norm ‖h_T‖ after T = 0 … 24 loops, the
-recurrent residual ‖h_T - h_{T-1}‖, and the norms after each block of the prelude and of the
+of the validation data: the expansion ‖Cx‖/‖x‖, the state norm ‖h_depth‖ after 0 … 24 loops, the
+recurrent residual ‖h_depth - h_{depth-1}‖, and the norms after each block of the prelude and of the
 first loop. Norms are Euclidean over channels, then averaged over tokens.
 """
 
@@ -36,11 +36,11 @@ EXPLANATION = (
     "a loop alone, without its blocks."
 )
 QUANTITIES = {  # what is measured: its label
-    "state": "state norm ‖h_T‖ by T",
-    "residual": "residual ‖h_T − h_(T−1)‖ by T",
+    "state": "state norm ‖h‖ by depth",
+    "residual": "residual ‖h − previous h‖ by depth",
     "prelude": "norm after the prelude's stages",
     "first loop": "norm in the first loop",
-    "expansion": "expansion ‖C h_T‖ / ‖h_T‖ by T",
+    "expansion": "expansion ‖C h‖ / ‖h‖ by depth",
     "spectra": "spectral radius and norms",
     "decay": "decay, quantiles over channels",
     "gain/Δ": "gain / Δ, quantiles over channels",
@@ -98,7 +98,7 @@ def stage_norms(model, ids, keys) -> dict:
 
 @torch.no_grad()
 def loop_norms(model, ids, keys, loops: int) -> dict:
-    """{"state": {T: ‖h_T‖}, "residual": {T: ‖h_T - h_(T-1)‖}, "expansion": {T: ‖C h_T‖/‖h_T‖}}, at
+    """{"state": {depth: ‖h‖}, "residual": {depth: ‖h - previous h‖}, "expansion": {depth: ‖C h‖/‖h‖}}, at
     DEPTHS up to loops.
     """
     found = {"state": {}, "residual": {}, "expansion": {}}
@@ -195,7 +195,7 @@ def panel_of(runs: list[dict], key: str) -> Panel:
     for _, values in frame_of(runs, key).items():
         known = values.dropna()
         curves.append((known.index.to_numpy(), known.to_numpy()))
-    xlabel = "loops T" if QUANTITIES[key].endswith("by T") else "stage"
+    xlabel = "depth" if QUANTITIES[key].endswith("by depth") else "stage"
     return Panel(xlabel, QUANTITIES[key], curves, {"yscale": "log"})
 
 
@@ -242,7 +242,7 @@ def main(argv=None):
     add("--out", type=Path, help="folder to write to (default: the first run)")
     add("--data", type=Path, help="folder of packed rows (default: the run's own)")
     add("--rows", type=positive_int, default=32, help="validation rows (default: %(default)s)")
-    add("--loops", type=positive_int, default=24, help="largest T (default: %(default)s)")
+    add("--loops", type=positive_int, default=24, help="largest depth (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.checkpoints and len(args.runs) > 1:
         fail(f"--checkpoints is for one run, not {len(args.runs)}")

@@ -105,7 +105,7 @@ def main(argv=None):
     source = source_numbers("zero_shot").pivot(index="row", columns="of", values="value")
     both = pd.concat([frame, source.rename("source, {}".format).astype(float)])
     cells = both.map(fmt, spec=".2f").reset_index().to_numpy()
-    lines = ["# Perplexity and zero-shot accuracy, %, at T = mu_rec", ""]
+    lines = ["# Perplexity and zero-shot accuracy, %, at depth mu_rec", ""]
     lines += table(["run", *both], cells)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(args.out, "\n".join(lines).encode())

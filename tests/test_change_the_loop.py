@@ -62,7 +62,7 @@ BY_INDEX = [  # a vector for each loop of a sequence
     ),
     (
         "        x = self.injection.inject(h, inputs)\n",
-        "        x = self.injection.inject(h, inputs) + at_index(self.phase, t).to(h.dtype)\n",
+        "        x = self.injection.inject(h, inputs) + at_index(self.phase, index).to(h.dtype)\n",
     ),
     ("import AttnRes, HyperConnected", "import at_index, AttnRes, HyperConnected"),
 ]

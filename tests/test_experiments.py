@@ -163,7 +163,7 @@ def test_scores_stand_under_their_depth_and_a_flat_models_under_mu_rec():
     flat_twin = Arm("flat", runs={0: run({0: 0.2}, 0)})
     lines = pages.score_table([looped, flat_twin, Arm("not run")])
     half = 12.7062 * 0.1  # t of one degree of freedom, times the standard error
-    assert lines[2] == "| arm | core, T = mu_rec | core, T = 1 | source |"
+    assert lines[2] == "| arm | core, depth mu_rec | core, depth 1 | source |"
     assert lines[4] == f"| looped | 0.2000 ± {half:.4f} | 0.0500 | CORE 14.0 |"
     assert lines[5].startswith("| flat | 0.2000 | – |")
 

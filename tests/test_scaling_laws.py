@@ -219,11 +219,11 @@ def test_exponential_curve_is_recovered_and_beats_its_rivals():
 
 def test_unified_law_recovers_its_coefficients_needs_mu_and_predicts_runs_it_has_not_seen():
     rows = made(depths=(1, 2, 4, 16), budgets=(1e18, 4e18, 16e18))
-    f = fitted(rows, "unified T/mu")
+    f = fitted(rows, "unified depth/mu")
     truth = [*np.exp(laws.PAPER["parcae-140m"][0, :5]), 6, 6]
     assert list(f.law.values()) == pytest.approx(truth, rel=1e-4)
-    assert fitted(rows, "unified T/mu^gamma").law["gamma"] == pytest.approx(1, abs=1e-4)
-    assert f.errors["percent"] < 1e-3 and fitted(rows, "unified T").errors["percent"] > 1
+    assert fitted(rows, "unified depth/mu^gamma").law["gamma"] == pytest.approx(1, abs=1e-4)
+    assert f.errors["percent"] < 1e-3 and fitted(rows, "unified depth").errors["percent"] > 1
     expected = 600 * math.exp(-6) / rows.loss  # measured at T = mu, the floor holds Z e^-z too
     assert f.errors["oracle percent"] == pytest.approx(expected.mean(), rel=1e-3)
     assert f.errors["largest oracle percent"] == pytest.approx(expected.max(), rel=1e-3)
@@ -238,11 +238,11 @@ def test_unified_law_recovers_its_coefficients_needs_mu_and_predicts_runs_it_has
 def test_all_figures_and_the_held_out_table_are_made(tmp_path):
     rows = made(noise=0.001, depths=(1, 2, 3, 4, 16), mus=(1, *MUS), budgets=(1e18, 4e18, 16e18))
     found = run_fit(tmp_path, rows, made(depths=(1, 2, 4, 20), mus=(8,), budgets=(64e18,)))
-    assert found["unified T/mu"]["held_out"]["largest percent"] < 1
+    assert found["unified depth/mu"]["held_out"]["largest percent"] < 1
     drawn = sorted(path.stem for path in (tmp_path / "out").glob("*.png"))
     assert drawn == ["isoflop", "test_time", "train", "unified"]
     text = (tmp_path / "out" / "fit.md").read_text()
-    assert "| unified T, held-out runs |" in text and "| fixed depth 1 |" in text
+    assert "| unified depth, held-out runs |" in text and "| fixed depth 1 |" in text
 
 
 def test_bad_runs_are_named_and_change_nothing(tmp_path, capsys):

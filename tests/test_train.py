@@ -272,7 +272,7 @@ def test_deal_gives_every_sequence_once_and_ranks_equal_work():
     worst = []
     for step in range(100):
         n, k = sample_depths(cfg, 0, step, 256)
-        parts = train.deal(n, k, 8)
+        parts = train.share_out(n, k, 8)
         assert sorted(np.concatenate(parts)) == list(range(256)) and {len(p) for p in parts} == {32}
         # in block applications: two core layers, prelude and coda 12, head 8.7, C and B e 0.4
         cost = np.array([(2 * n[p] + 6 * k[p]).sum() + 32 * 21.1 for p in parts])
@@ -408,6 +408,17 @@ def test_faults_from_outside_are_one_line_and_others_are_not(base, capsys):
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_other_code_says_so(base, tmp_path, capsys):
+    run = shutil.copytree(base, tmp_path / "r")
+    load_run(run)
+    assert not capsys.readouterr().err
+    config = json.loads((run / "config.json").read_text())
+    config["network_code"] = "0" * 64  # as if model.py had been edited since
+    (run / "config.json").write_text(json.dumps(config))
+    load_run(run)
+    assert f"{run} was trained with another model.py" in capsys.readouterr().err
 
 
 def test_evaluation_passes_over_a_damaged_checkpoint(base, tmp_path, capsys):

@@ -55,8 +55,8 @@ def busiest(optimizer, world: int) -> float:
     for rule, buffer in optimizer.buffers:
         if rule.stacked:
             own = len(buffer.p)
-            for (_, p), place in zip(buffer.members, buffer.places, strict=True):
-                work[place.start // own] += p.numel()
+            for (_, p), span in zip(buffer.members, buffer.spans, strict=True):
+                work[span.start // own] += p.numel()
     return max(work) * world / sum(work) if sum(work) else 1.0
 
 

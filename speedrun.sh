@@ -125,9 +125,12 @@ running() { # how many trainings are not done
     for pid in ${trainings[@]+"${trainings[@]}"}; do kill -0 "$pid" 2>/dev/null && count=$((count + 1)); done
     echo "$count"
 }
-progress() { # the last line of each training
-    local run
-    for run in "${arms[@]}"; do echo "${run##*/}: $(tail -n 1 "$run.txt")"; done
+progress() { # the last line of each training under way
+    local i
+    for i in "${!trainings[@]}"; do
+        kill -0 "${trainings[$i]}" 2>/dev/null || continue
+        echo "${arms[$i]##*/}: $(tail -n 1 "${arms[$i]}.txt")"
+    done
 }
 for arm in $ARMS; do
     while [ "$(running)" -ge "$JOBS" ]; do sleep 1; [ $((SECONDS % 60)) -ne 0 ] || progress; done

@@ -317,23 +317,27 @@ class ModelConfig:
     mu_bwd: int = setting(0, "loops with gradient, at most; 0: half of mu_rec, rounded up")
     injection: str = setting("diagonal", "linear path of a loop; none: the raw loop h + R(h, e)")
     gain: str = setting("euler", "input gain of the diagonal path")
-    mechanism: str = setting("none", "what becomes of a loop's change: looped/mechanisms.py")
-    streams: int = setting(4, "streams of --mechanism hyper")
-    block: str = setting("prenorm", "where a block's norms stand; resnorm is the RDM's")
+    mechanism: str = setting("none", "how a loop's change enters the state: looped/mechanisms.py")
+    streams: int = setting(4, "copies of the state in --mechanism hyper")
+    block: str = setting(
+        "prenorm", "norms before the branches; resnorm: after the sums too, the RDM's"
+    )
     mlp: str = setting("relu2", "the MLP's nonlinearity; swiglu has a third matrix")
     qk_norm: bool = setting(True, "normalise queries and keys")
     value_embeds: bool = setting(True, "value tables, on every second layer")
     prelude_norm: bool = setting(True, "normalise the prelude's output")
     input_matrix: bool = setting(True, "the diagonal path's matrix B; without: the identity")
     readout: bool = setting(True, "a matrix C between loop and coda; without: the identity")
-    state_init: str = setting("like-init", "first loop state: of the matrices' std, of std 1, zero")
+    state_init: str = setting(
+        "like-init", "h_0: random, with the std of the matrices' initial values or 1, or zero"
+    )
     init: str = setting(
         "scaled-zero", "initial attention and MLP outputs: zero, or scaled by depth"
     )
     ssm_decay: float = setting(math.sqrt(1 / 5), "decay at initialisation, between 0 and 1")
     rope_theta: float = setting(50_000.0, "base of the rotary embedding")
     sampling: str = setting("poisson-truncated-full", "law of a sequence's depth: looped/depth.py")
-    granularity: str = setting("sequence", "what draws a depth of its own")
+    granularity: str = setting("sequence", "what has a depth of its own in training")
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():

@@ -204,7 +204,7 @@ def parse_args(argv=None):
         help="steps between validations (default: a fifth of the run)")
     add("--eval-tokens", type=positive_float, help="validation tokens (default: the recipe's)")
     add("--eval-depths",
-        help="depths of every validation, e.g. 1,4,8; each costs its loops again (default: mu_rec "
+        help="depths of every validation, e.g. 1,4,8; each costs a forward pass (default: mu_rec "
              f"in training, {FINAL_DEPTHS} at its end)")
     add("--core-every", type=non_negative_int, default=0,
         help="steps between reduced CORE panels (default: none)")

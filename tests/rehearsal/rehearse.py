@@ -142,6 +142,10 @@ def compiled_cases() -> list[Case]:
     found = []
     for card, about in ((7.8, "parcae-140m"), (79.1, "parcae-140m"), (79.1, "parcae-370m")):
         found.append(training(card, about, what="compiled: train, validate"))
+    for flags in ("--mechanism attnres", "--mechanism hyper", "--granularity token", "--gain zoh",
+                  "--injection concat", "--injection add", "--injection none", "--sampling poisson-lognormal-fill",
+                  "--residual-dtype float32", "--checkpoint-loops", "--block resnorm --mlp swiglu"):  # fmt: skip
+        found.append(training(79.1, "parcae-140m", flags, "compiled: train, validate"))
     timed = "--preset parcae-140m --rows 32 --rounds 2 --out RUN.md"
     found.append(Case("compiled: bench: parcae-140m", 79.1, timed, "tools.bench", run="bench"))
     for case in found:

@@ -12,7 +12,6 @@ Looped language models: a Transformer whose middle block is applied a variable n
 
 R̄ is the residual part of the core blocks at the injected state, so one loop is "inject, then run
 the core blocks". Shapes: B rows, T tokens, D width, H heads, K = D / H, V vocabulary, M MLP width.
-Loops are counted by depth.
 
 Where to change what:
     the input gain            a function, and its line in GAINS
@@ -48,7 +47,7 @@ from looped.checkpoint import (
 from looped.console import first_line, flag
 from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, training_plan
 from looped.flops import flops_per_token
-from looped.machine import note_other_code
+from looped.machine import note_other_code, to_device
 from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
 from looped.ops import ChunkedCrossEntropy, attend, orthogonal, rope, spectral_norm
 from looped.randomness import SEED_INIT, hashed_normal, sequence_key
@@ -140,9 +139,7 @@ class AddInjection(nn.Module):
 
     def initial(self, part: str, std: float, generator: torch.Generator) -> torch.Tensor:
         """Initial value of the parameter `part`; std: that of the network's input matrices."""
-        raise AssertionError(
-            f"{part} has no initial value: add a case for it to `initial` or `_initial`"
-        )
+        raise AssertionError(f"{part} has no initial value: add a case for it to `initial`")
 
     def decay_and_write(self, e):
         """e (B, T, D) -> decay, (D,) or (B, T, D), or None; and the written input, (B, T, D). Every
@@ -643,8 +640,8 @@ class Model(nn.Module):
         | injection, mechanism             | their own method `initial`                                    |
         """
         for name, p in self.named_parameters():
-            name = name.removeprefix("injection.")  # its parameters are drawn by their own names
-            key = sequence_key(seed, SEED_INIT, *name.encode())
+            own = name.removeprefix("injection.")
+            key = sequence_key(seed, SEED_INIT, *own.encode())
             generator = torch.Generator().manual_seed(key & 0x7FFFFFFFFFFFFFFF)
             value = self._initial(name, p, generator)
             if value.shape != p.shape:
@@ -660,6 +657,8 @@ class Model(nn.Module):
         std = input_std(cfg.d_model)
         if name.startswith("mechanism."):
             return self.mechanism.initial(part)
+        if name.startswith("injection."):
+            return self.injection.initial(part, std, generator)
         if "norm" in name:
             return torch.ones(p.shape)
         if name.startswith("ve."):
@@ -674,7 +673,7 @@ class Model(nn.Module):
         if part == "gate":
             uniform = torch.rand(p.shape, generator=generator) * 2 - 1
             return uniform / math.sqrt(p.size(1))
-        return self.injection.initial(part, std, generator)
+        raise AssertionError(f"{name} has no initial value: add a case for it to Model._initial")
 
     def muon_parameters(self) -> set[str]:
         """Names of Muon's matrices: attention's q, k, v, o, the MLP's (paper, table of groups)."""
@@ -861,7 +860,7 @@ class Model(nn.Module):
         if n.ndim == 1 and (np.diff(n + k) > 0).any():
             order = np.argsort(-(n + k), kind="stable")
             n, k = n[order], k[order]
-            at = torch.from_numpy(order).to(ids.device)
+            at = to_device(torch.from_numpy(order), ids.device)
             ids, targets, keys = ids[at], targets[at], keys[at]
         ids = ids.contiguous()
         targets = targets.contiguous()
@@ -905,7 +904,7 @@ class Model(nn.Module):
             return
         if wanted[0] == 0:
             yield 0, self.mechanism.read(self.mechanism.start(h)[0])
-        plan = even_plan(len(ids), 0, wanted[-1], ids.device)
+        plan = even_plan(len(ids), wanted[-1], ids.device)
         for depth, state in enumerate(self.unroll(h, inputs, plan), 1):
             if depth in wanted:
                 yield depth, state.h

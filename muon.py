@@ -120,6 +120,7 @@ class Buffer:
     grad: torch.Tensor
     part: slice  # this rank's
     g: torch.Tensor  # the reduced gradient of the part
+    sizes: torch.Tensor  # numbers of each member
     state: dict = field(default_factory=dict)  # {name: tensor} for the part
 
     @property
@@ -204,8 +205,7 @@ class AdamW:
             stop = min(max(span.stop - buffer.part.start, 0), len(g))
             own.append(slice(start, stop))
         sums = torch.stack([ratio[cut].sum() for cut in own])
-        sizes = torch.tensor([p.numel() for _, p in buffer.members], device=g.device)
-        mean = summed(sums) / sizes
+        mean = summed(sums) / buffer.sizes
         rate = torch.zeros_like(g)
         for cut, root in zip(own, mean.sqrt().clamp(min=1), strict=True):
             rate[cut] = lr / root
@@ -291,7 +291,8 @@ class Optimizer:
         own = shape[0] // self.world
         part = slice(self.rank * own, (self.rank + 1) * own)
         g = grad if self.world == 1 else torch.zeros_like(data[part])
-        buffer = Buffer(members, spans, data, grad, part, g)
+        sizes = torch.tensor([p.numel() for _, p in members], device=data.device)
+        buffer = Buffer(members, spans, data, grad, part, g, sizes)
         buffer.state = rule.new_state(buffer.p)
         return buffer
 

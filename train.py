@@ -499,31 +499,44 @@ def measure(run: Run, step: int) -> None:
 
 @dataclass
 class Finished:
-    """A step whose numbers are still on the device: a GPU is read one step behind, so that it
-    always has work.
+    """A step whose numbers are on their way from the device. A GPU's are read when the next step is
+    in its queue, so that it always has work.
     """
 
     entry: dict
     names: list[str]
-    values: torch.Tensor
-    stop: torch.Tensor  # above 0 where some rank was asked to stop
+    values: torch.Tensor  # on the CPU
+    arrived: torch.cuda.Event | None  # when they are there; None: they are
+
+
+def fetch(entry: dict, numbers: dict, place: Place) -> Finished:
+    """Sets a step's numbers, scalars on the device, on their way."""
+    values = torch.stack(list(numbers.values()))
+    arrived = None
+    if place.is_gpu:
+        values = values.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    return Finished(entry, list(numbers), values, arrived)
 
 
 def stop_flag(caught: list, place: Place) -> torch.Tensor:
     """1 on every rank where one of them caught a signal."""
-    asked = torch.tensor(float(bool(caught)), device=place.device)
+    asked = torch.full((), float(bool(caught)), device=place.device)
     if place.world > 1:
         dist.all_reduce(asked, dist.ReduceOp.MAX)
     return asked
 
 
 def finish_step(run: Run, finished: Finished) -> bool:
-    """Takes a step's numbers from the device and records them; -> whether some rank was asked to
-    stop.
+    """Records a step's numbers; -> whether some rank was asked to stop.
 
     Ends the run after too many steps without a finite loss or gradient.
     """
+    if finished.arrived:
+        finished.arrived.synchronize()
     numbers = dict(zip(finished.names, finished.values.tolist(), strict=True))
+    stop = numbers.pop("stop") > 0
     norm2 = numbers.pop("grad_norm2")
     good = math.isfinite(norm2) and math.isfinite(numbers["loss"])
     entry = finished.entry | numbers
@@ -538,7 +551,7 @@ def finish_step(run: Run, finished: Finished) -> bool:
         run.log.step(entry)
     if run.bad == BAD_STEPS:
         stop_diverged(run, step)
-    return finished.stop.item() > 0
+    return stop
 
 
 def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) -> tuple[int, bool]:
@@ -551,7 +564,7 @@ def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) ->
         batch, about = next_batch(run.data, run.cfg, args, step, place)
         rates = schedule(step, run.steps, args)
         result = training_step(run.model, run.optimizer, batch, args.device_batch_size, rates)
-        stop = stop_flag(caught, place)
+        result["stop"] = stop_flag(caught, place)
         if pending:
             stopped = finish_step(run, pending)
         step += 1
@@ -563,8 +576,7 @@ def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) ->
             "lr": rates.lr,
             **about,
         }
-        numbers = torch.stack(list(result.values()))
-        pending = Finished(entry, list(result), numbers, stop)
+        pending = fetch(entry, result, place)
         join_writer(wait=False)
         if step == first + 20:  # collections would stall all ranks
             gc.collect()

@@ -159,10 +159,10 @@ class Loop:
     gradient: bool = False
 
 
-def even_plan(rows: int, first: int, last: int, device) -> Iterator[Loop]:
-    """Loops first … last - 1 of all rows alike, without gradient."""
-    for t in range(first, last):
-        yield Loop(number=t, active=rows, index=torch.full((rows,), t, device=device))
+def even_plan(rows: int, depth: int, device) -> Iterator[Loop]:
+    """As many loops of all rows alike, without gradient."""
+    for number in range(depth):
+        yield Loop(number, active=rows, index=torch.full((rows,), number, device=device))
 
 
 def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:

@@ -43,7 +43,7 @@ def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None
         advice = less_memory(rows, args.batch_size or 1, world)
         device = torch.device(pick_device(args.device))
         kind = "GPU's " if device.type == "cuda" else ""
-        peak = f"peak {peak_memory(device):.1f} GB"
+        peak = f"peak {peak_memory(device):.1f} GiB"
         return f"out of {kind}memory with --device-batch-size {rows} ({peak}); {advice}"
     if isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
         reason = str(e).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
@@ -70,7 +70,7 @@ def stop_diverged(run, step: int) -> None:
     if run.place.rank == 0:
         steps = f"{run.bad} steps in a row, sequences {first} to {step * B - 1}"
         rates = f"--adam-lr (now {run.args.adam_lr:g})"
-        if run.args.optimizer == "muon":
+        if run.args.optimizer != "adamw":
             rates += f" or --muon-lr (now {run.args.muon_lr:g})"
         advice = f"last good checkpoint: {saved}. Lower {rates}"
         text = f"stopped at step {step}: {steps}, had no finite loss or gradient; {advice}"

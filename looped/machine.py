@@ -18,7 +18,13 @@ import torch.distributed as dist
 from looped.console import fail, note
 from looped.files import file_hash
 
-NETWORK = ("model.py", "looped/depth.py", "looped/mechanisms.py", "looped/ops.py")
+NETWORK = (
+    "model.py",
+    "looped/depth.py",
+    "looped/mechanisms.py",
+    "looped/ops.py",
+    "looped/randomness.py",
+)
 DEVICES = ("auto", "cuda", "mps", "cpu")
 HANG = timedelta(minutes=5)  # that a rank waits for another; one that dies is noticed at once
 PEAK_FLOPS = {
@@ -118,7 +124,8 @@ def note_other_code(run: Path, config: dict) -> None:
     """Says so where a run was made by other code than this; config: its config.json."""
     if config.get("network_code", network_code()) != network_code():
         where = "its config.json has the commit and the uncommitted changes"
-        note(f"{run} was trained with another {' or '.join(NETWORK)} than here; {where}")
+        files = ", ".join(NETWORK)
+        note(f"{run} was trained with another version of {files}; {where}")
 
 
 def environment() -> dict:
@@ -172,9 +179,9 @@ def peak_flops(device: torch.device) -> float | None:
     return None
 
 
-def peak_memory(device: torch.device | None = None) -> float:
+def peak_memory(device: torch.device) -> float:
     """GiB: of the device, if it is a GPU, since its peak was last reset; else of this process."""
-    if device is not None and device.type == "cuda":
+    if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**20 if sys.platform == "linux" else 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -200,7 +201,7 @@ def less_memory(rows: int, batch: int, world: int) -> str:
     smaller = device_batches(rows // 2, batch, world)
     if smaller:
         return f"try --device-batch-size {smaller[0]}"
-    return "try --checkpoint-loops or a shorter --seq-len"
+    return "try --checkpoint-loops, if the model has a loop, or a smaller --preset"
 
 
 @dataclass
@@ -371,8 +372,8 @@ def try_step(model, optimizer, step: Step, place: Place) -> float | None:
         torch.cuda.reset_peak_memory_stats(place.device)
     with headroom_kept(place):
         # the ranks agree before the update, in which they wait for each other
-        for part in (warm_up, warm_up_update):
-            if not succeeds(part, model, optimizer, step.rows, place):
+        for part in (partial(warm_up, model, step.rows, place), optimizer.rehearse):
+            if not succeeds(part, optimizer, place):
                 if model.is_compiled:
                     # else the next try's rows would share a slower graph for any number of rows
                     torch._dynamo.reset()
@@ -384,11 +385,11 @@ def try_step(model, optimizer, step: Step, place: Place) -> float | None:
     return peak
 
 
-def succeeds(part, model, optimizer, rows: int, place: Place) -> bool:
-    """Whether part(model, optimizer, rows, place) finds memory on every rank."""
+def succeeds(part, optimizer, place: Place) -> bool:
+    """Whether part() finds memory on every rank."""
     fits = 1.0
     try:
-        part(model, optimizer, rows, place)
+        part()
     except torch.OutOfMemoryError:
         fits = 0.0
     optimizer.zero_grad()
@@ -399,12 +400,12 @@ def succeeds(part, model, optimizer, rows: int, place: Place) -> bool:
     return fits > 0
 
 
-def warm_up(model, optimizer, rows: int, place: Place) -> None:
+def warm_up(model, rows: int, place: Place) -> None:
     """Compiles every graph that training and validation use, and takes the most memory that they do.
 
-    In this order, since the first sizes that a graph sees are those that it is made for: all rows alike; rows that leave
-    one after the other, then rows that join so, which makes some rows and one; on a GPU, all rows as deep as one draw
-    in ten million; a batch without gradient.
+    The order matters, since a graph is made for the first sizes that it sees: all rows alike; rows that leave one after
+    the other, then rows that join so, which makes some rows and one; on a GPU, all rows as deep as one draw in ten
+    million; a batch without gradient.
     """
     cfg = model.cfg
     tokens = torch.zeros(rows, cfg.seq_len + 1, dtype=torch.int64, device=place.device)
@@ -437,8 +438,3 @@ def warm_up_depths(cfg, rows: int, deep: bool) -> list[tuple[np.ndarray, np.ndar
             for n, k in depths
         ]
     return depths
-
-
-def warm_up_update(model, optimizer, rows: int, place: Place) -> None:
-    """One update that changes nothing, as after a step without a finite loss."""
-    optimizer.rehearse()

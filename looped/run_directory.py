@@ -143,7 +143,7 @@ COLUMNS = {
     "depth_mean": "depth {:5.2f}",
     "tok_s": "{:9,.0f} tok/s",
     "ms": "{:7.1f} ms",
-    "mem_gb": "{:5.1f} GB",
+    "mem_gb": "{:5.1f} GiB",
     "minutes_left": "left {:6.1f} min",
     "mfu": "mfu {:.3f}",
 }

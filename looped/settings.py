@@ -63,14 +63,14 @@ def settle(args, cfg, recipe, world: int) -> int:
 def settle_optimizer(args, recipe) -> None:
     """Refuses flags of the optimiser that is not used."""
     optimizer = args.optimizer or recipe.optimizer
-    if optimizer != "muon":
+    if optimizer == "adamw":
         for name in MUON_FLAGS:
             if getattr(args, name) is not None:
                 why = f"is Muon's, and has no meaning with --optimizer {optimizer}; leave it out"
                 fail(f"{flag(name)} {why}")
         args.momentum_warmup = 0
     if args.weight_decay is None:
-        args.weight_decay = 0.2 if optimizer == "muon" else 0.0
+        args.weight_decay = 0.0 if optimizer == "adamw" else 0.2
     if optimizer == "muon" and args.muon_lr is None and recipe.muon_lr == 0:
         why = f"the recipe of {args.preset} has none; try --muon-lr 8e-3"
         fail(f"--optimizer muon needs a rate, and {why}")
@@ -115,6 +115,10 @@ def settle_evaluation(args, cfg, steps: int) -> None:
         fail(f"--eval-tokens {args.eval_tokens:g} is less than a row of {cfg.seq_len} tokens")
     if args.eval_every == 0:
         args.eval_every = math.ceil(steps / 5)
+    if args.bundle and not args.core_every:
+        fail("--bundle has no meaning without --core-every; add it, or leave --bundle out")
+    if args.checkpoint_loops and cfg.n_core == 0:
+        fail("--checkpoint-loops has no meaning with --n-core 0: no loop; leave it out")
     text = args.eval_depths
     if text is not None and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text):
         wanted = f"depths of at least 1 between commas, e.g. {FINAL_DEPTHS}"
@@ -145,5 +149,9 @@ def check_meaning(preset: str, given: dict, settings: dict) -> None:
         fail(f"{' '.join(meaningless)} {why}")
     if "streams" in given and mechanism != "hyper":
         fail(f"--streams has no meaning with --mechanism {mechanism}; try --mechanism hyper")
+    whole = settings["sampling"] == "poisson-full"
+    if whole and "mu_bwd" in given and given["mu_bwd"] not in (0, settings["mu_rec"]):
+        why = "has no meaning with --sampling poisson-full: all loops carry gradient; leave it out"
+        fail(f"--mu-bwd {given['mu_bwd']} {why}")
     if settings["mu_rec"] > MAX_MU_REC:
         fail(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")

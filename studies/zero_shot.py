@@ -59,14 +59,13 @@ def text_perplexities(path: Path, text: str) -> dict:
     return {"by token": math.exp(nats / len(ids)), "by word": math.exp(nats / words)}
 
 
-def harness(path: Path, tasks: str, device: str) -> dict:
+def harness(path: Path, tasks: str) -> dict:
     """Accuracies in percent of EleutherAI's harness, through tools/lm_eval.py; its own log stays in
     the run.
     """
     out = path / "lm_eval"
     command = [sys.executable, "-m", "tools.lm_eval", "--model", "looped"]
     command += ["--model_args", f"run={path}", "--tasks", tasks, "--output_path", str(out)]
-    command += ["--device", device]
     if subprocess.run(command).returncode:
         fail(f"tools.lm_eval failed on {path}, see above")
     newest = max(out.rglob("results_*.json"), key=lambda file: file.stat().st_mtime)
@@ -81,7 +80,7 @@ def measured(path: Path, args) -> dict:
     if args.wikitext:
         found["wikitext"] = text_perplexities(path, args.wikitext.read_text(encoding="utf-8"))
     if args.tasks:
-        found["tasks"] |= harness(path, args.tasks, args.device)
+        found["tasks"] |= harness(path, args.tasks)
     write_atomic(file, json.dumps(found, indent=1).encode())
     return found["wikitext"] | found["tasks"]
 

@@ -90,7 +90,7 @@ def test_nothing_compiles_after_the_warm_up(case):
     optimizer = Optimizer([(AdamW(1e-3), list(model.named_parameters()))])
     held_out = HeldOut(Rows(), torch.ones(32), 1e6)
     model.compile_pieces(backend="eager", for_cpu=for_cpu)
-    warm_up(model, optimizer, rows, Place(0, 1, torch.device("cpu")))
+    warm_up(model, rows, Place(0, 1, torch.device("cpu")))
     optimizer.zero_grad()
     graphs = counters["stats"]["unique_graphs"]
     assert 0 < graphs <= BOUND

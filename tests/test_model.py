@@ -23,6 +23,7 @@ from model import (
     CHOICES,
     INJECTIONS,
     PRESETS,
+    AddInjection,
     ChunkedCrossEntropy,
     Model,
     ModelConfig,
@@ -359,6 +360,26 @@ def test_initialisation_follows_its_table():
     zero = Model(PRESETS["tiny"])
     zero.init_weights(0)
     assert not zero.blocks[0].attn.o.weight.any() and not zero.blocks[1].mlp.proj.weight.any()
+
+
+class OwnInjection(AddInjection):
+    """Parameters with the names of a block's."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        for name in ("proj", "norm", "gate", "q"):
+            setattr(self, name, torch.nn.Parameter(torch.empty(cfg.d_model)))
+
+    def initial(self, part, std, generator):
+        return torch.full((16,), float(len(part)))
+
+
+def test_an_injection_draws_its_own_parameters_whatever_their_names(monkeypatch):
+    monkeypatch.setitem(INJECTIONS, "add", OwnInjection)
+    model = Model(ModelConfig(vocab_size=32, seq_len=8, d_model=16, d_mlp=16, injection="add"))
+    model.init_weights(0)
+    for name, p in model.injection.named_parameters():
+        assert (p == len(name)).all()
 
 
 def test_matched_models_share_initial_weights():

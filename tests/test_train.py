@@ -36,7 +36,7 @@ from looped.files import file_hash, read_checked, write_checked
 from looped.machine import HERE, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
-from looped.settings import settle_optimizer
+from looped.settings import settle, settle_optimizer
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from model import PRESETS, Model, load_run
 from muon import AdamW, Optimizer
@@ -418,7 +418,7 @@ def test_a_run_of_other_code_says_so(base, tmp_path, capsys):
     config["network_code"] = "0" * 64  # as if model.py had been edited since
     (run / "config.json").write_text(json.dumps(config))
     load_run(run)
-    assert f"{run} was trained with another model.py" in capsys.readouterr().err
+    assert f"{run} was trained with another version of model.py" in capsys.readouterr().err
 
 
 def test_evaluation_passes_over_a_damaged_checkpoint(base, tmp_path, capsys):
@@ -589,9 +589,20 @@ REFUSED = {
     "--injection add --gain zoh": "--gain has no meaning with --injection add",
     "--preset rdm-nano --input-matrix": "--input-matrix has no meaning with --injection concat",
     "--streams 2": "--streams has no meaning with --mechanism none",
+    "--sampling poisson-full --mu-bwd 2": "--mu-bwd 2 has no meaning with --sampling poisson-full",
+    "--preset transformer-nano --checkpoint-loops": "--checkpoint-loops has no meaning with --n-core 0",
+    "--bundle x.zip": "--bundle has no meaning without --core-every",
     "--n-core 0 --mu-rec 4": "--mu-rec has no meaning for --preset nano with --n-core 0",
     "--data /dev/null": "--data /dev/null holds no packed rows",
 }
+
+
+def test_a_new_optimizer_takes_muons_flags_and_defaults(monkeypatch):
+    """The line that README names suffices."""
+    monkeypatch.setitem(train.OPTIMIZERS, "mine", train.muon_groups)
+    args = train.parse_args(["--optimizer", "mine", "--muon-lr", "0.5"])
+    settle(args, train.model_config(args), train.recipe_of("nano"), 1)
+    assert (args.muon_lr, args.weight_decay) == (0.5, 0.2)
 
 
 @pytest.mark.parametrize("given", REFUSED)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from looped.console import Parser, positive_int, run_cli
+from looped.console import Parser, fail, positive_int, run_cli
 from looped.depth import sample_depths
 from looped.figures import fmt, table
 from looped.files import write_atomic
@@ -102,7 +102,7 @@ def time_steps(variants: list[Variant], rows: int, rounds: int, place: Place) ->
     """Fills in the variants' seconds."""
     for variant in variants:
         variant.seconds.clear()
-        warm_up(variant.model, variant.optimizer, rows, place)
+        warm_up(variant.model, rows, place)
         variant.optimizer.rehearse()
     for step in range(rounds):
         for variant in variants:
@@ -162,15 +162,23 @@ def main(argv=None):
     for name, cfg in networks(args.preset).items():
         variants.append(build(name, cfg, args.preset, place))
     steps = []
+    fitting = 0
     for rows in args.rows:
-        time_steps(variants, rows, args.rounds, place)
+        try:
+            time_steps(variants, rows, args.rounds, place)
+        except torch.OutOfMemoryError:
+            place.say(f"{rows} rows do not fit beside the {len(variants)} models")
+            break
+        fitting = rows
         for variant in variants:
             steps.append(step_row(variant, variants[0], rows, place))
+    if not fitting:
+        fail(f"--rows {args.rows[0]} does not fit; try --rows {max(1, args.rows[0] // 2)}")
     length = variants[0].model.cfg.seq_len
     lines = [f"# Training step: {args.preset}, {length} tokens a row", "", where(place), ""]
     lines += table(HEADER, steps)
-    lines += [f"Where the time goes: Parcae Euler, {rows} rows.", ""]
-    lines += profiled(variants[0], rows, place)
+    lines += [f"Where the time goes: Parcae Euler, {fitting} rows.", ""]
+    lines += profiled(variants[0], fitting, place)
     place.say("\n".join(lines))
     if place.rank == 0:
         write_atomic(args.out, "\n".join(lines).encode())

@@ -24,6 +24,7 @@ from looped.memory import (
     steps_to_try,
     usable,
 )
+from looped.settings import DEVICE_BATCH
 from model import PRESETS, ModelConfig, parameter_count
 from train import recipe_of
 
@@ -52,7 +53,6 @@ CARDS = {
 }
 # fmt: on
 CONTEXT = 0.6 * GIB  # CUDA's context and the kernels
-LARGEST_DEVICE_BATCH = 64
 BACKWARD_ATTENTION = 0.8  # of the forward pass's rate
 
 # Bytes that elementwise kernels move, per token and number of D, as Inductor's kernels do: of a block application
@@ -115,7 +115,7 @@ def step_that_fits(cfg: ModelConfig, batch: int, base: Step, card: Card) -> Step
     """What train.py would try first: the largest device batch that divides its share of the batch and is predicted to
     fit the card.
     """
-    counts = device_batches(LARGEST_DEVICE_BATCH, batch, base.world)
+    counts = device_batches(DEVICE_BATCH, batch, base.world)
     room = usable(card.memory * GIB - CONTEXT)
     for step in steps_to_try(cfg, base, counts, [0, CHUNK], FEW_TOKENS):
         if predict_memory(cfg, step).peak() <= room:

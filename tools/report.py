@@ -41,7 +41,7 @@ LOSSES = {
 }  # fmt: skip
 COSTS = {
     "run": "", "parameters": ",d", "tokens trained": ",d", "training FLOPs": ".3g",
-    "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GB": ".2f", "machine": "",
+    "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GiB": ".2f", "machine": "",
 }  # fmt: skip
 SCORES = {
     "run": "", "depth": "", "name": "", "mean": ".4f", "std": ".4f", "tasks_done": "",
@@ -167,7 +167,7 @@ def cost_table(runs: list[Run]) -> list[str]:
         row["training FLOPs"] = tokens * run.config["flops_per_token"]
         row["tokens/s"] = np.median(series(run.train, "tok_s"))
         row["minutes in steps"] = series(run.train, "ms").sum() / 6e4
-        row["peak memory, GB"] = series(run.train, "mem_gb").max()
+        row["peak memory, GiB"] = series(run.train, "mem_gb").max()
         row["machine"] = run.config.get("machine")
         rows.append(row)
     return records_table(rows, COSTS)

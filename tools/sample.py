@@ -71,7 +71,7 @@ def read(model, ids, positions, keys, cache, depth: Depth):
     if inputs is not None and depth.threshold is not None:
         return read_with_exits(model, ids, h, inputs, cache, depth)
     if inputs is not None:
-        plan = even_plan(len(ids), 0, depth.loops, ids.device)
+        plan = even_plan(len(ids), depth.loops, ids.device)
         for state in model.unroll(h, inputs, plan, cache):
             h = state.h
     return model.after(h, ids, cache), torch.full_like(ids, depth.loops)
@@ -84,7 +84,7 @@ def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
     last = None
 
     def plan():
-        for loop in even_plan(len(ids), 0, depth.loops, ids.device):
+        for loop in even_plan(len(ids), depth.loops, ids.device):
             loop.live = live
             yield loop
             if not live.any():

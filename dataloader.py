@@ -3,7 +3,7 @@ from looped/corpus.py.
 
     python dataloader.py stdlib --out data/stdlib                      # this Python's own library
     python dataloader.py download --out data/fineweb-edu --shards 240  # FineWeb-Edu
-    python dataloader.py pack --data data/stdlib --tokenizer data/tokenizer.json --seq-len 256 \\
+    python dataloader.py pack --texts data/stdlib --tokenizer data/tokenizer.json --seq-len 256 \\
         --out data/packed
 
 Packing (BestFit-Crop, arXiv 2404.10830): a row is seq_len + 1 tokens; each document follows a BOS,
@@ -180,9 +180,9 @@ def plan(args):
         limit = "ids are stored in 16 bits, so at most 65536"
         fail(f"{args.tokenizer} has {enc.n_vocab} entries; {limit}")
     if args.stream:
-        sources = corpus.shard_sources(args.data, args.stream)
+        sources = corpus.shard_sources(args.texts, args.stream)
     else:
-        sources = corpus.find_sources(args.data, args.val_file)
+        sources = corpus.find_sources(args.texts, args.val_file)
     settings = Settings(
         version=1,
         seq_len=args.seq_len,
@@ -313,7 +313,7 @@ def refuse_foreign(out, jobs):
     for job in jobs:
         if (out / job.file).exists():
             advice = "move it or choose another --out"
-            fail(f"{out} holds {job.file} but no manifest.json nor tokenizer.json; {advice}")
+            fail(f"{out} holds {job.file} but neither manifest.json nor tokenizer.json; {advice}")
 
 
 def pack(args):
@@ -504,7 +504,7 @@ def main(argv=None):
     p = commands.add_parser("pack", help="tokenize and pack a folder of text")
     add = p.add_argument
     add(
-        "--data",
+        "--texts",
         required=True,
         help="folder of .parquet (column text), .jsonl (key text) or .txt files",
     )

@@ -13,7 +13,7 @@ GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$GPUS" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     GPUS=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[0-9GM]' || true) # indices or names
 fi
-PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo nano)} # network and recipe, see PRESETS in model.py
+PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo nano)} # network and recipe: nano, tiny, parcae-…
 DATA=${DATA:-$([ "$GPUS" -gt 0 ] && echo fineweb-edu || echo stdlib)}   # stdlib, fineweb-edu, or a folder of texts
 ARMS=${ARMS:-$([ "$GPUS" -gt 0 ] && echo euler zoh || echo euler flat zoh)} # a training each, matched in all else; flat: no loop
 TOKENS=${TOKENS:-}                                                      # of each training (default: the preset's)
@@ -93,11 +93,11 @@ echo "$TEXTS" >"$WORK/source"
 
 if [ ! -f "$WORK/tokenizer.json" ]; then
     say "tokenizer: byte-level BPE with $VOCAB entries"
-    "$PY" tokenizer_train.py --data "$TEXTS" --vocab-size "$VOCAB" --out "$WORK/tokenizer.json"
+    "$PY" tokenizer_train.py --texts "$TEXTS" --vocab-size "$VOCAB" --out "$WORK/tokenizer.json"
 fi
 
 say "rows: packing $TEXTS into $SEQ + 1 tokens each"
-pack=("$PY" dataloader.py pack --data "$TEXTS" --tokenizer "$WORK/tokenizer.json" --seq-len "$SEQ"
+pack=("$PY" dataloader.py pack --texts "$TEXTS" --tokenizer "$WORK/tokenizer.json" --seq-len "$SEQ"
     --long-docs "$LONG_DOCS" --out "$ROWS")
 if [ "$DATA" = fineweb-edu ]; then
     say "the rest is fetched and packed while training runs on what is there: $WORK/download.log, $WORK/pack.log"
@@ -116,6 +116,7 @@ launch=("$PY")
 train_arm() { # flat: the network without its loop; else a gain
     local network=(--preset "$PRESET" --gain "$1")
     [ "$1" = flat ] && network=(--preset "transformer-${PRESET#parcae-}")
+    [ "$GPUS" -gt 0 ] || network+=(--device cpu) # where trainings side by side have a core each
     "${launch[@]}" train.py "${network[@]}" --data "$ROWS" --out "$OUT/$1" --seed "$SEED" --tokens "$RECIPE_TOKENS" --resume
 }
 arms=()
@@ -170,5 +171,5 @@ say "report"
 "$PY" -m tools.report "${arms[@]}" --out "$OUT"
 set -- $ARMS
 echo "next: change the loop in model.py, then train and compare with the same data and seed:"
-echo "  $PY train.py --preset $PRESET --data $ROWS --seed $SEED --tokens $RECIPE_TOKENS --out runs/mine"
+echo "  ${launch[*]} train.py --preset $PRESET --data $ROWS --seed $SEED --tokens $RECIPE_TOKENS --out runs/mine"
 echo "  $PY -m tools.report $OUT/$1 runs/mine --out runs/mine"

@@ -1,7 +1,7 @@
 """Byte-level BPE tokenizer: training (rustbpe), one JSON file, use through tiktoken.
 
-    python tokenizer_train.py --data data/stdlib --vocab-size 4096 --out data/tokenizer.json
-    python tokenizer_train.py --data data/fineweb-edu --vocab-size 32768 --out data/tokenizer.json
+    python tokenizer_train.py --texts data/stdlib --vocab-size 4096 --out data/tokenizer.json
+    python tokenizer_train.py --texts data/fineweb-edu --vocab-size 32768 --out data/tokenizer.json
 
 Text is cut into words by a GPT-4-style pattern with digit groups of at most two and no
 normalisation; merges never cross words. The three specials are the last ids and count inside the
@@ -56,7 +56,9 @@ def main(argv=None):
     vocab_size = number(int, 260, 65_536, "from 260 to 65536 (ids are stored in 16 bits)")
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--data", required=True, help="folder of .parquet (column text), .jsonl (key text) or .txt")
+    add(
+        "--texts", required=True, help="folder of .parquet (column text), .jsonl (key text) or .txt"
+    )
     add("--val-file", help="file held out (default: the last .parquet or .jsonl)")
     add(
         "--vocab-size",
@@ -78,12 +80,12 @@ def main(argv=None):
     if out.exists():
         fail(f"--out {out} is there already; move it or choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
-    sources = find_sources(args.data, args.val_file)
+    sources = find_sources(args.texts, args.val_file)
     start = time.time()
     ranks, _ = train_bpe(training_texts(sources, args.max_chars), args.vocab_size)
     entries = len(ranks) + len(SPECIALS)
     if entries < args.vocab_size:
-        fail(f"{args.data} yields only {entries} tokens; give more text or a smaller --vocab-size")
+        fail(f"{args.texts} yields only {entries} tokens; give more text or a smaller --vocab-size")
     save_tokenizer(out, ranks)
     print(f"{out}: {entries:,} entries in {time.time() - start:.1f} s, {file_hash(out)[:12]}")
     train = list(training_texts(sources, min(args.max_chars, 1_000_000)))

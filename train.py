@@ -26,8 +26,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-# Before torch is loaded. OpenMP's threads spin while they wait, and beside another busy program
-# they spin for the time of each other's work: let them sleep soon (LOG.md).
+# Before torch is loaded. OpenMP's threads spin while they wait for each other; beside another busy
+# program that can stall a step for seconds. Make them sleep soon (LOG.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np

@@ -248,8 +248,8 @@ def prepare_stdlib(folder: Path, vocab_size: int, seq_len: int) -> None:
     tokenizer = folder.parent / "tokenizer.json"
     commands = (
         "dataloader.py stdlib --out data/stdlib",
-        f"tokenizer_train.py --data data/stdlib --vocab-size {vocab_size} --out {tokenizer}",
-        f"dataloader.py pack --data data/stdlib --tokenizer {tokenizer} --seq-len {seq_len} "
+        f"tokenizer_train.py --texts data/stdlib --vocab-size {vocab_size} --out {tokenizer}",
+        f"dataloader.py pack --texts data/stdlib --tokenizer {tokenizer} --seq-len {seq_len} "
         f"--long-docs split --out {folder}",
     )
     for command in commands:

@@ -21,8 +21,8 @@ sampling alike:
 What belongs to a row must be carried in x, or padded: an entry of the history has the rows that were
 active in its loop, and a later loop may have fewer (slice it) or more, which begin at h_0 (pad_rows).
 
-Letters as in model.py; Q loop indices. The raw loop is `--injection none`; with `diagonal` they
-stand on the control path.
+Letters as in model.py; Q loop indices. On the raw loop (`--injection none`) they replace its sum;
+with `--injection diagonal` they act on top of Parcae's linear path.
 """
 
 import math

@@ -13,7 +13,7 @@ import torch
 
 from looped.checkpoint import newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
-from looped.files import LOCK, take_lock, write_atomic
+from looped.files import LOCK, file_hash, take_lock, write_atomic
 from looped.machine import note_other_code, peak_flops, peak_memory
 
 # Settings that may change when a run is continued; all others decide its numbers.
@@ -84,7 +84,7 @@ _held: list = []  # the lock of the run that this process trains
 
 def hold_run(run: Path) -> None:
     """Makes the run directory, and keeps other processes from it until release_run, or until this
-    one ends; refuses one that holds something else than a run.
+    one ends; refuses one that holds anything other than a run.
     """
     foreign = []
     if run.is_dir() and not (run / "config.json").is_file():
@@ -169,7 +169,11 @@ class RunLog:
         if args.wandb:
             import wandb
 
-            self.wandb = wandb.init(project="looped", name=run.name, config=config, resume="allow")
+            begun = run / "config.json"  # written once: a continued run has the same identity
+            identity = f"{file_hash(begun)[:16]}-{begun.stat().st_mtime_ns}"
+            self.wandb = wandb.init(
+                project="looped", name=run.name, id=identity, config=config, resume="allow"
+            )
 
     def record(self, entry: dict) -> None:
         """A line of log.jsonl."""

@@ -3,8 +3,8 @@ The ledger of the studies: results/runs.jsonl, one JSON line for every finished 
 training.
 
 Pages and figures are made from these lines alone, and a run whose line is there is not
-repeated, so that a study goes on on another machine from what is committed. Of equal runs the
-last line counts.
+repeated, so that a study can be continued on another machine from what is committed. Of equal
+runs the last line counts.
 """
 
 import fcntl

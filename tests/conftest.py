@@ -42,6 +42,6 @@ def packed(tmp_path_factory):
     write_jsonl(folder / "a.jsonl", texts[:500])
     write_jsonl(folder / "b.jsonl", texts[500:])
     tokens = make_tokenizer(folder / "tokenizer.json", texts[:500])
-    arguments = f"pack --data {folder} --tokenizer {tokens} --seq-len 32 --out {folder}/rows"
+    arguments = f"pack --texts {folder} --tokenizer {tokens} --seq-len 32 --out {folder}/rows"
     dataloader.main([*arguments.split(), "--workers", "1"])
     return folder / "rows"

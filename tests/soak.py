@@ -91,7 +91,7 @@ def training(here, run, *more):
 
 
 def packing(here, out, text="text"):
-    line = f"pack --data {here / text} --tokenizer {here}/tokenizer.json --out {out} --seq-len 32 --workers 1"
+    line = f"pack --texts {here / text} --tokenizer {here}/tokenizer.json --out {out} --seq-len 32 --workers 1"
     return line.split()
 
 

@@ -131,9 +131,9 @@ def test_training_is_reproducible_and_leaves_out_validation(tmp_path, capsys):
     write_jsonl(tmp_path / "a.jsonl", train)
     write_jsonl(tmp_path / "b.jsonl", ["zqzqzq zqzqzq"] * 200)
     for out in "one", "two":
-        tt.main(["--data", str(tmp_path), "--vocab-size", "600", "--out", str(tmp_path / out)])
+        tt.main(["--texts", str(tmp_path), "--vocab-size", "600", "--out", str(tmp_path / out)])
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    again = ["--data", str(tmp_path), "--out", str(tmp_path / "one")]
+    again = ["--texts", str(tmp_path), "--out", str(tmp_path / "one")]
     refused(capsys, partial(tt.main, again), "one is there already")
     reference = rustbpe.Tokenizer()
     reference.train_from_iterator(iter(train), 597, pattern=PATTERN)
@@ -197,7 +197,7 @@ def test_a_hugging_face_tokenizer_that_tiktoken_cannot_take_is_refused(trained, 
 )
 def test_flags_out_of_range_end_in_one_line(flag, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text")
-    line = ["--data", str(tmp_path), "--out", str(tmp_path / "t.json"), *flag.split()]
+    line = ["--texts", str(tmp_path), "--out", str(tmp_path / "t.json"), *flag.split()]
     refused(capsys, partial(tt.main, line), *flag.split())
 
 
@@ -205,6 +205,6 @@ def test_too_little_text_for_the_vocabulary_is_said(tmp_path, capsys):
     write_jsonl(tmp_path / "a.jsonl", ["abcabc abc"])
     write_jsonl(tmp_path / "b.jsonl", ["validation"])
     out = tmp_path / "t.json"
-    line = ["--data", str(tmp_path), "--vocab-size", "1000", "--out", str(out)]
+    line = ["--texts", str(tmp_path), "--vocab-size", "1000", "--out", str(out)]
     refused(capsys, partial(tt.main, line), "smaller --vocab-size")
     assert not out.exists()

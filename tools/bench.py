@@ -155,7 +155,7 @@ def main(argv=None):
         help="sequences at once (default: %(default)s)")  # fmt: skip
     add("--rounds", type=positive_int, default=20, help="timed steps (default: %(default)s)")
     add("--out", default=RESULTS / f"bench-{'gpu' if gpu else 'cpu'}.md",
-        help="the page, written over (default: the committed %(default)s)")  # fmt: skip
+        help="the page, written over (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     place = distributed("auto")
     variants = []

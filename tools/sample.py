@@ -3,7 +3,7 @@
     python -m tools.sample RUN --prompt "The sea" --depth 8
     python -m tools.sample RUN --prompt "The sea" --depth auto --exit-threshold 5e-4 --num 4
 
-auto: a token leaves the loop when KL(readout_t || readout_{t-1}), a readout being the model's
+auto: a token leaves the loop when KL(answer_t || answer_{t-1}), an answer being the model's
 answer after loop t, falls under the threshold (Geiping et al., arXiv 2502.05171, "zero-shot
 adaptive compute"). A token is a function of (seed, sample, position) and the text before it: of no
 generator's state, of no other sample.
@@ -60,7 +60,7 @@ def read(model, ids, positions, keys, cache, depth: Depth):
     loops taken (B, T)).
     """
     if depth.threshold is not None and ids.size(1) > 1:
-        # each sees the last readouts of those before it
+        # each sees the last answers of those before it
         parts = []
         for token, at in zip(ids.split(1, 1), positions.split(1, 1), strict=True):
             parts.append(read(model, token, at, keys, cache, depth))
@@ -92,15 +92,15 @@ def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
 
     for state in model.unroll(h, inputs, plan(), cache):
         taken += live
-        hidden = model.after(state.h, ids, cache)  # what the coda keeps is of the last readout
+        hidden = model.after(state.h, ids, cache)  # what the coda keeps is of the last answer
         logits = model.head(hidden)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        readout = logits.to(dtype).log_softmax(-1)  # (B, 1, V)
+        answer = logits.to(dtype).log_softmax(-1)  # (B, 1, V)
         if last is not None:
-            change = (readout.exp() * (readout - last)).sum(-1)
+            change = (answer.exp() * (answer - last)).sum(-1)
             change = change.clamp_min(0)  # rounding can take it below
             live = live & (change >= depth.threshold)
-        last = readout
+        last = answer
     cache.settle(int(taken.max()))
     return hidden, taken
 

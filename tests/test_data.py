@@ -177,7 +177,9 @@ def test_other_settings_are_refused(folder, tokenizer, rows, tmp_path, capsys):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "val.npy").write_bytes(b"somebody's")
-    refused(capsys, partial(pack, folder, tokenizer, foreign), "holds val.npy but neither manifest.json")
+    refused(
+        capsys, partial(pack, folder, tokenizer, foreign), "holds val.npy but neither manifest.json"
+    )
     assert (foreign / "val.npy").read_bytes() == b"somebody's"
     readme = partial(pack, folder, ROOT / "README.md", tmp_path / "x")
     line = refused(capsys, readme, "README.md is not a tokenizer of this program, or damaged")

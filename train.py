@@ -733,7 +733,7 @@ def train(args, progress: dict) -> None:
     choices["compile"] = ("on" if compiled else "off", compile_reason)
     if compiled:
         seconds = time.perf_counter() - started
-        choices["warm-up"] = (f"{seconds:.0f} s", "compilation, and the memory's test")
+        choices["compiling took"] = (f"{seconds:.0f} s", "with the memory's test")
 
     # 3. what will happen
     run = Run(args, cfg, config, folder, place, steps, data, model, optimizer)

@@ -95,10 +95,10 @@ def best_fit(documents, row):
             insort(waiting, (length, i, tokens))
         if not waiting:
             break
-        place = bisect_left(waiting, (room + 1,))  # as many fit; if none, the shortest is cropped
-        if place:
-            place = bisect_left(waiting, waiting[place - 1][:1])  # the first of the longest of them
-        tokens = waiting.pop(place)[2][:room]
+        fit = bisect_left(waiting, (room + 1,))  # as many; if none, the shortest is cropped
+        if fit:
+            fit = bisect_left(waiting, waiting[fit - 1][:1])  # the first of the longest of them
+        tokens = waiting.pop(fit)[2][:room]
         parts.append(tokens)
         room -= len(tokens)
         if not room:
@@ -466,10 +466,10 @@ class PackedData:
         ids = np.empty(count, np.int64)
         done = 0
         while done < count:
-            place = start + done
-            self._wait("train", place)
+            number = start + done
+            self._wait("train", number)
             total = self.rows("train")
-            epoch, index = divmod(place, total)
+            epoch, index = divmod(number, total)
             edges = self.edges["train"] if self.manifest["shuffle"] == "shard" else [0, total]
             block = bisect_right(edges, index) - 1
             first, last = edges[block : block + 2]

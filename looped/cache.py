@@ -2,7 +2,7 @@
 Keys and values of past tokens, so that a text can be read piece by piece.
 
     cache = KVCache(model.cfg, room=T_max)
-    cache.place(positions, *model.rotary(positions))  # (B, T): the tokens that come next
+    cache.begin_piece(positions, *model.rotary(positions))  # (B, T): the tokens that come next
     h, inputs = model.before(ids, keys, cache)
     for state in model.unroll(h, inputs, plan, cache):
         h = state.h
@@ -24,7 +24,7 @@ class KVCache:
         self.room = room
         self.slots = {}  # {(layer, loop): keys and values (2, B, room, H, K)}
 
-    def place(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def begin_piece(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """The next tokens' positions (B, T) int64, the same in each row, and rotary embedding
         (B, T, 1, K/2).
         """

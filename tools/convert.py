@@ -212,15 +212,15 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
         "model": asdict(cfg),
         "params": params,
         "dtype": dtype,
-        "tokenizer": place(run / "tokenizer.json"),
+        "tokenizer": path_and_hash(run / "tokenizer.json"),
         "data": {"path": str(run / "rows"), "sha256": None},  # for rows that are packed there later
-        "imported": place(path),
+        "imported": path_and_hash(path),
     }
     write_json(run / "config.json", about)
     print(f"{run}: {params:,} parameters; python core_eval.py {run}")
 
 
-def place(path: Path) -> dict:
+def path_and_hash(path: Path) -> dict:
     """Where a file is, and what it holds."""
     return {"path": str(path), "sha256": file_hash(path)}
 

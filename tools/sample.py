@@ -66,7 +66,7 @@ def read(model, ids, positions, keys, cache, depth: Depth):
             parts.append(read(model, token, at, keys, cache, depth))
         hidden, taken = zip(*parts, strict=True)
         return torch.cat(hidden, 1), torch.cat(taken, 1)
-    cache.place(positions, *model.rotary(positions))
+    cache.begin_piece(positions, *model.rotary(positions))
     h, inputs = model.before(ids, keys, cache)
     if inputs is not None and depth.threshold is not None:
         return read_with_exits(model, ids, h, inputs, cache, depth)
@@ -118,8 +118,8 @@ def pick(logits, u, how: Sampling):
     likelier = p.cumsum(-1) - p  # the probability of those before a token
     p = p * (likelier <= how.top_p * p.sum(-1, keepdim=True))
     cdf = p.cumsum(-1)
-    place = (cdf <= u[:, None].to(cdf.device) * cdf[:, -1:]).sum(-1, keepdim=True)
-    return token.gather(1, place)[:, 0]
+    drawn = (cdf <= u[:, None].to(cdf.device) * cdf[:, -1:]).sum(-1, keepdim=True)
+    return token.gather(1, drawn)[:, 0]
 
 
 @torch.no_grad()
@@ -135,14 +135,14 @@ def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampl
     cache = KVCache(model.cfg, end - 1)  # a last token is never read
     ids = torch.tensor([prompt] * len(keys), device=device)
     going = list(range(len(keys)))
-    for place in range(len(prompt), end):  # of the token to be drawn
-        positions = torch.arange(place - ids.size(1), place, device=device).expand_as(ids)
+    for number in range(len(prompt), end):  # of the token to be drawn
+        positions = torch.arange(number - ids.size(1), number, device=device).expand_as(ids)
         hidden, taken = read(model, ids, positions, row_keys, cache, depth)
         logits = model.head(hidden[:, -1])
         if not torch.isfinite(logits).all():
             why = "training diverged, or the depth is too large"
             fail(f"the model's answer at depth {depth.loops} is not finite: {why}")
-        at = np.array([place])
+        at = np.array([number])
         u = [uniforms(sequence_key(key, 1), at)[0] for key in keys]
         drawn = pick(logits, torch.tensor(u), how).tolist()
         yield {row: drawn[row] for row in going}, taken[going]

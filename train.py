@@ -18,9 +18,7 @@ import faulthandler
 import gc
 import math
 import os
-import shutil
 import sys
-import sysconfig
 import time
 import zlib
 from dataclasses import dataclass
@@ -54,10 +52,25 @@ from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths
 from looped.endings import catch_signals, explain, stop_diverged
 from looped.files import file_hash, read_checked
-from looped.machine import DEVICES, Place, best_dtype, distributed, leave, to_device
+from looped.machine import (
+    DEVICES,
+    Place,
+    best_dtype,
+    choose_compile,
+    distributed,
+    leave,
+    to_device,
+)
 from looped.memory import check_room, fit_memory
 from looped.randomness import SEED_STATE, sequence_key
-from looped.run_directory import RunLog, begun_dtype, is_finished, prepare_run, release_run
+from looped.run_directory import (
+    RunLog,
+    begun_dtype,
+    default_directory,
+    is_finished,
+    prepare_run,
+    release_run,
+)
 from looped.settings import (
     DEVICE_BATCH,
     FINAL_DEPTHS,
@@ -114,7 +127,6 @@ RECIPES = {
     ),
 }  # fmt: skip
 CORE_EXAMPLES = 32  # a task of --core-every; ten-shot tasks need 11
-COMPILE_STEPS = 1500  # from which compiling, some minutes, pays on a CPU (LOG.md)
 BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
 
 
@@ -639,21 +651,6 @@ def choose_dtype(args, place: Place) -> str:
     return reason
 
 
-def choose_compile(args, steps: int, place: Place) -> tuple[bool, str]:
-    """Whether to compile the model's pieces, and the reason."""
-    if args.compile != "auto":
-        return args.compile == "on", "given"
-    if place.device.type != "cpu":
-        return place.is_gpu, f"the default on {place.device.type}"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if sys.platform != "linux" or not compiler or not header.is_file():
-        return False, "on a CPU it takes Linux, g++ and Python's headers, not all of which are here"
-    if steps < COMPILE_STEPS:
-        return False, f"on a CPU it pays from some {COMPILE_STEPS:,} steps on"
-    return True, f"it pays from some {COMPILE_STEPS:,} steps on"
-
-
 def build(
     args, cfg: ModelConfig, data: PackedData, newest: Path | None, place: Place, compiled: bool
 ):
@@ -676,12 +673,6 @@ def build(
     if compiled:
         model.compile_pieces(for_cpu=not place.is_gpu)
     return model, optimizer, first
-
-
-def default_directory(args, cfg: ModelConfig) -> str:
-    diagonal = cfg.n_core > 0 and cfg.injection == "diagonal"
-    gain = f"-{cfg.gain}" if diagonal else ""
-    return f"runs/{args.preset}{gain}-s{args.seed}"
 
 
 def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> tuple:
@@ -718,7 +709,7 @@ def train(args, progress: dict) -> None:
     args.dtype = config["dtype"]
 
     # 2. model and optimiser
-    compiled, compile_reason = choose_compile(args, steps, place)
+    compiled, compile_reason = choose_compile(args.compile, steps, place)
     check_room(cfg, args.optimizer, place)
     model, optimizer, first = build(args, cfg, data, newest, place, compiled)
     if finished and first == steps:

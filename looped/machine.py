@@ -5,8 +5,10 @@ import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 import sys
+import sysconfig
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +28,7 @@ NETWORK = (
     "looped/randomness.py",
 )
 DEVICES = ("auto", "cuda", "mps", "cpu")
+COMPILE_STEPS = 1500  # from which compiling, some minutes, pays on a CPU (LOG.md)
 HANG = timedelta(minutes=5)  # that a rank waits for another; one that dies is noticed at once
 PEAK_FLOPS = {
     "H100": 989e12,
@@ -112,6 +115,21 @@ def best_dtype(device: torch.device) -> tuple[str, str]:
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return "bfloat16", "this processor multiplies bfloat16 (AVX512-BF16 or AMX)"
     return "float32", "this processor has no bfloat16 products"
+
+
+def choose_compile(wish: str, steps: int, place: Place) -> tuple[bool, str]:
+    """Whether to compile the model's pieces, and the reason. wish: auto, on or off."""
+    if wish != "auto":
+        return wish == "on", "given"
+    if place.device.type != "cpu":
+        return place.is_gpu, f"the default on {place.device.type}"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if sys.platform != "linux" or not compiler or not header.is_file():
+        return False, "on a CPU it takes Linux, g++ and Python's headers, not all of which are here"
+    if steps < COMPILE_STEPS:
+        return False, f"on a CPU it pays from some {COMPILE_STEPS:,} steps on"
+    return True, f"it pays from some {COMPILE_STEPS:,} steps on"
 
 
 def network_code() -> str:

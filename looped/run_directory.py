@@ -27,6 +27,13 @@ FREE = {
 LEFT = {LOCK, ".config.json.tmp"}
 
 
+def default_directory(args, cfg) -> str:
+    """Where a run goes that was given no --out."""
+    diagonal = cfg.n_core > 0 and cfg.injection == "diagonal"
+    gain = f"-{cfg.gain}" if diagonal else ""
+    return f"runs/{args.preset}{gain}-s{args.seed}"
+
+
 def differences(old: dict, new: dict, defaults: dict) -> list[str]:
     """The settings in which a continued run would differ from its beginning.
 

@@ -28,6 +28,7 @@ from oracle import Oracle
 import core_eval
 import train
 from dataloader import PackedData
+from looped import machine
 from looped.checkpoint import write_checkpoint
 from looped.core_tasks import load_panel
 from looped.depth import sample_depths
@@ -238,17 +239,16 @@ def test_a_panel_without_a_score_does_not_end_training(base, packed, tmp_path, m
 
 
 def test_a_long_cpu_run_is_compiled_only_where_there_is_what_it_takes(monkeypatch, tmp_path):
-    args = train.parse_args([])
-    assert not train.choose_compile(args, 10, HERE)[0]
+    assert not machine.choose_compile("auto", 10, HERE)[0]
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
-        assert not train.choose_compile(args, 10_000, HERE)[0]
-    monkeypatch.setattr(train.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(train.shutil, "which", lambda name: name)
-    monkeypatch.setattr(train.sys, "platform", "linux")
-    assert not train.choose_compile(args, 10_000, HERE)[0]
+        assert not machine.choose_compile("auto", 10_000, HERE)[0]
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    assert not machine.choose_compile("auto", 10_000, HERE)[0]
     (tmp_path / "Python.h").touch()
-    assert train.choose_compile(args, 10_000, HERE)[0]
+    assert machine.choose_compile("auto", 10_000, HERE)[0]
 
 
 def test_schedule():

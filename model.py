@@ -942,8 +942,8 @@ class Model(nn.Module):
         """Replaces the pieces by compiled ones; for_cpu: those alone for which it pays there.
 
         core_step gets a graph for all rows of a micro-batch, one for any number of active rows and
-        one for a single row, each with and without gradient; the other pieces one with and one
-        without. Then no more compiling.
+        one for a single row, each with and without gradient; `before` one with and one
+        without, after_loss one with, token_losses one without. Then no more compiling.
         """
         self.is_compiled = True
         pieces = self.PIECES

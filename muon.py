@@ -6,7 +6,7 @@ All parameters of a rule live in buffers, of which the parameters and their grad
 matrices of one shape are stacked (N, rows, cols), others are laid end to end (N,). Rank r owns the
 r-th part of every buffer: it receives that part of the reduced gradient, keeps the state of that
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
-One collective a buffer, one batched update a shape, no copies in between.
+One collective each way a buffer, one batched update a shape, no copies in between.
 
 Another optimiser is a class like AdamW below, and a line in train.py's OPTIMIZERS.
 

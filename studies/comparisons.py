@@ -115,8 +115,8 @@ def rows(flags: dict[str, str], **same) -> list[Arm]:
 
 
 def no_stochastic_depth(scale: Scale) -> str:
-    """The post's "no-SD" probe; at the small scales its rates differ from the recipe's as there:
-    AdamW's a quarter, Muon's the same.
+    """The post's "no-SD" probe; at nano its rates differ from the recipe's as there: AdamW's a
+    quarter, Muon's the same.
     """
     rates = "--adam-lr 4e-3 --muon-lr 1e-2" if scale.small() else "--adam-lr 2e-3 --muon-lr 8e-3"
     return f"--sampling fixed --granularity batch {rates} --cooldown 0"

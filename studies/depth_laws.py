@@ -2,7 +2,7 @@
 Histograms of the sampled depth against the laws' formulas (paper, appendix "Sampling of
 Truncated Recurrence").
 
-    python -m studies.depth_laws --mu-rec 8 --mu-bwd 8 --out results/depth-laws.md
+    python -m studies.depth_laws --mu-rec 8 --mu-bwd 4 --out results/depth-laws.md
 """
 
 from dataclasses import replace

@@ -10,7 +10,8 @@ task, example), the same for all its options; losses are float32. Rounding, whic
 batch, can still flip near ties: a gap of mean losses, or a greedy token's lead, under 1e-3 between
 options that are not the same. Their number, summed over the seeds, is reported. Results:
 core_<panel>_<protocol>.json in RUN; what it held of other settings is kept as .json.old, .old2 and
-so on (but of --panel val, which is written over). On a CPU float32 is used, else the run's own dtype.
+so on (but of --panel val, which is written over). On a CPU float32 is used, else the run's own
+dtype.
 Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are Parcae's, nanochat's (the same, at
 seed 1234), and llm-foundry's (dclm). looped/core_tasks.py has the tasks, core_prompts.py the rules.
 """

@@ -140,7 +140,8 @@ def network_code() -> str:
 
 def note_other_code(run: Path, config: dict) -> None:
     """Says so where a run was made by other code than this; config: its config.json."""
-    if config.get("network_code", network_code()) != network_code():
+    code = network_code()
+    if config.get("network_code", code) != code:
         where = "its config.json has the commit and the uncommitted changes"
         files = ", ".join(NETWORK)
         note(f"{run} was trained with another version of {files}; {where}")

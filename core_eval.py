@@ -203,13 +203,10 @@ def decide(example: Example, scores: dict, protocol) -> Answer:
     Python's min keeps where it comes first and passes over elsewhere. dclm compares exp(loss) in
     float32, where losses that differ may be equal.
     """
-    means = {None: math.nan}
-    for span in filter(None, example.spans):
-        means[span] = scores[span][0].mean().item()
-    values = [means[span] for span in example.spans]
+    means = {span: scores[span][0].mean().item() for span in example.spans if span}
+    values = [means.get(span, math.nan) for span in example.spans]
     if protocol == "dclm":
         values = torch.tensor(values).exp().tolist()
-    del means[None]
     ranked = sorted(means.values())
     margin = ranked[1] - ranked[0] if len(ranked) > 1 else math.inf
     return Answer(values.index(min(values)), margin)
@@ -431,6 +428,9 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     entries = {depth: {} for depth in settings.depths} | kept
 
     def records():
+        # another evaluation may have written other depths meanwhile
+        for depth, found in earlier(path, header)[0].items():
+            entries[depth] = found | entries.get(depth, {})
         return {depth: summarise(panel, entries[depth]) for depth in sorted(entries)}
 
     def done(label):

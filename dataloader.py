@@ -39,6 +39,7 @@ from looped.console import Parser, fail, number, outside, positive_int, run_cli,
 from looped.files import file_hash, lock, read_checked, write_atomic, write_checked
 from looped.hashes import permute
 from looped.tokenizer import BOS, encode_array, load_tokenizer
+from looped.unigram import unigram_entropy
 
 BUFFER = 1000  # documents the packer chooses from
 PATIENCE = 1800.0  # seconds that a download or a packing in progress may stand still
@@ -95,10 +96,10 @@ def best_fit(documents, row):
             insort(waiting, (length, i, tokens))
         if not waiting:
             break
-        fit = bisect_left(waiting, (room + 1,))  # as many; if none, the shortest is cropped
-        if fit:
-            fit = bisect_left(waiting, waiting[fit - 1][:1])  # the first of the longest of them
-        tokens = waiting.pop(fit)[2][:room]
+        count = bisect_left(waiting, (room + 1,))  # that fit; if none, the shortest is cropped
+        longest = waiting[count - 1][0] if count else 0
+        first = bisect_left(waiting, (longest,))  # of the longest that fit
+        tokens = waiting.pop(first)[2][:room]
         parts.append(tokens)
         room -= len(tokens)
         if not room:
@@ -228,27 +229,6 @@ def save_manifest(folder, settings, entries, **more):
     manifest["train"] = entries[1:]
     manifest["complete"] = bool(more)
     write_checked(folder / "manifest.json", manifest | more)
-
-
-def count_targets(folder, entry, vocab_size):
-    """How often each id is a target in the rows of a shard: (V,)."""
-    rows = np.load(folder / entry["file"], mmap_mode="r")
-    counts = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(rows), 4096):
-        counts += np.bincount(rows[start : start + 4096, 1:].ravel(), minlength=vocab_size)
-    return counts
-
-
-def unigram_entropy(folder, entries, vocab_size):
-    """Nats per validation target under the frequencies of the training tokens (+1 smoothed; 100M
-    suffice): the line that any model must beat.
-    """
-    targets = count_targets(folder, entries[0], vocab_size)
-    law = np.ones(vocab_size)
-    for entry in entries[1:]:
-        if entry["rows"] and law.sum() < 100e6:
-            law += count_targets(folder, entry, vocab_size)
-    return float(-(targets * np.log(law / law.sum())).sum() / targets.sum())
 
 
 def end_with_parent(parent):
@@ -421,7 +401,8 @@ class PackedData:
     def _open(self, entry, split):
         """Maps a shard, checked against the manifest."""
         path = self.folder / entry["file"]
-        with outside(f"{path} is damaged or missing", "run pack again", (OSError, ValueError)):
+        errors = (FileNotFoundError, ValueError)
+        with outside(f"{path} is damaged or missing", "run pack again", errors):
             rows = np.lib.format.open_memmap(path, "r")
             if rows.shape != (entry["rows"], self.seq_len + 1) or rows.dtype != np.uint16:
                 raise ValueError(f"it holds {rows.shape} {rows.dtype}")

@@ -1010,6 +1010,9 @@ def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
         same_weights(state["model"], model)
         model.load_state_dict(state["model"])
         model.dtype = dtype or getattr(torch, config.get("dtype", "float32"))
+        residual = config.get("args", {}).get("residual_dtype", "auto")
+        if dtype is None and residual != "auto":
+            model.residual_dtype = getattr(torch, residual)
     except MISFIT as e:
         raise ValueError(f"{file} and {path.name} do not fit ({first_line(e)})") from None
     note_other_code(run, config)

@@ -87,13 +87,15 @@ def adamw_update(p, g, state: dict, lr, step, ok, constants: tuple):
     """One Adam step without weight decay. p, g (N,); lr 0-d or (N,); step (from 1) 0-d; constants:
     beta1, beta2, eps.
 
-    eps = 0 means none: an element that never had a gradient stays, rather than becoming 0 / 0.
+    eps = 0 means none: an element that never had a gradient stays, rather than becoming 0 / 0. One
+    whose gradient is so small that its square is 0 in float32, as of a token that never occurs,
+    must not be divided by less than it is itself.
     """
     first, second = state["first"], state["second"]
     beta1, beta2, eps = constants
     first.lerp_(g, (1 - beta1) * ok)
     second.lerp_(g.square(), (1 - beta2) * ok)
-    denominator = (second / (1 - beta2**step)).sqrt_().add_(eps).clamp_min_(1e-30)
+    denominator = (second / (1 - beta2**step)).sqrt_().add_(eps).clamp_min_(1e-18)
     p.sub_(first / denominator * (ok * lr / (1 - beta1**step)))
 
 

@@ -605,8 +605,10 @@ def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) ->
         # at --stop-at it is left to the continued run
         if due and not stopped and (step < end or step == run.steps):
             measure(run, step)
-        if run.log and (save or due):
-            run.log.pause()
+        if save or due:
+            gc.collect()  # torch's recomputed loops leave some
+            if run.log:
+                run.log.pause()
     return step, stopped
 
 
@@ -738,6 +740,8 @@ def train(args, progress: dict) -> None:
     # 4. training
     if first:  # what was due then may have been cut off
         measure(run, first)
+        if run.log:
+            run.log.pause()
     end = min(steps, args.stop_at or steps)
     step, stopped = train_steps(run, first, end, caught, progress)
 

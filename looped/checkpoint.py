@@ -5,6 +5,7 @@ A checkpoint is a dict of the step, the model's settings and weights, and the op
 part of it belongs to a rank. It is written by a thread while training goes on.
 """
 
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -56,7 +57,7 @@ def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
             raise OSError(*e.__context__.args, str(path)) from None
         raise
     write_atomic(checksum_file(path), file_hash(path).encode())
-    for old in sorted(path.parent.glob("step_*.pt"))[:-STAY]:
+    for old in checkpoints(path.parent)[:-STAY]:
         if keep_every and step_of(old) % keep_every == 0:
             continue
         old.unlink()
@@ -72,13 +73,19 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
+def checkpoints(run: Path) -> list[Path]:
+    """A run's own, oldest first; not what else is called alike, such as a user's copy."""
+    own = [path for path in run.glob("step_*.pt") if re.fullmatch(r"step_\d+\.pt", path.name)]
+    return sorted(own, key=step_of)
+
+
 def newest_checkpoint(run: Path) -> Path | None:
     """The newest whose checksum holds; damaged ones are named and passed over.
 
     One without a checksum counts as whole: the program was killed after it and before its checksum
     was written.
     """
-    for path in sorted(run.glob("step_*.pt"), reverse=True):
+    for path in reversed(checkpoints(run)):
         mark = checksum_file(path)
         if not mark.is_file() or mark.read_bytes().strip() == file_hash(path).encode():
             return path

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import resource
 import sys
 import time
 
@@ -48,6 +49,10 @@ def run_cli(main):
         # in anew: a tenth of a step's time on a CPU.
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+    # packed rows keep a file open for every shard, and many systems begin with 1,024 at most
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
         main()

@@ -176,13 +176,13 @@ def units(files):
     found = []
     room = -1
     for name, path in files.items():
-        # a table takes a unit of its own
-        size = path.stat().st_size if path.suffix == ".txt" else UNIT_BYTES + 1
-        if size > room:
+        size = path.stat().st_size
+        is_text = path.suffix == ".txt"
+        if not is_text or size > room:
             found.append(Unit(name, []))
             room = UNIT_BYTES
         found[-1].paths.append(path)
-        room -= size
+        room = room - size if is_text else -1  # nothing joins a table
     return found
 
 

@@ -175,9 +175,11 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     Other rows, and tokens, n and k (B, T): all are computed in every loop, and one that is done, or
     waits for the loops with gradient, keeps its state; other tokens still attend to it.
     """
-    late = k.max() - k
-    first_ones = n.ndim == 1 and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
-    if not first_ones:
+    late = k.max() - k  # loops with gradient that pass before a row joins
+    # each loop's rows are among those of the loop before, or all join in order
+    # each loop computes the first rows, some number of them
+    nested = n.ndim == 1 and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
+    if not nested:
         late = np.zeros_like(k)
     without = int(n.max())  # loops without gradient
     indices = [np.full(n.shape, t) for t in range(without)]
@@ -188,10 +190,10 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     if not lives:
         return []
     on_device = to_device(torch.from_numpy(np.stack(indices)), device)  # one copy for all loops
-    masks = None if first_ones else to_device(torch.from_numpy(np.stack(lives)), device)
+    masks = None if nested else to_device(torch.from_numpy(np.stack(lives)), device)
     loops = []
     for number, live in enumerate(lives):
-        active = int(live.sum()) if first_ones else len(n)
+        active = int(live.sum()) if nested else len(n)
         loop = Loop(number, active, on_device[number, :active], gradient=number >= without)
         if masks is not None:
             loop.live = masks[number]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from looped.checkpoint import join_writer
+from looped.checkpoint import checkpoints, join_writer
 from looped.machine import peak_memory, pick_device
 from looped.memory import less_memory
 
@@ -26,7 +26,7 @@ def explain(e: Exception, args, progress: dict) -> None:
         raise e
     with contextlib.suppress(OSError):
         join_writer()
-    saved = max(Path(args.out or "none").glob("step_*.pt"), default="none")
+    saved = ["none", *checkpoints(Path(args.out or "none"))][-1]
     where = f"rank {rank} of {world}, after step {progress['step']}"
     advice = f"last checkpoint: {saved}; the same command with --resume continues"
     print(f"error: {where}: {what}; {advice}", file=sys.stderr, flush=True)
@@ -66,7 +66,7 @@ def stop_diverged(run, step: int) -> None:
     join_writer()
     B = run.args.batch_size
     first = (step - run.bad) * B
-    saved = max(run.folder.glob("step_*.pt"), default="none")
+    saved = ["none", *checkpoints(run.folder)][-1]
     if run.place.rank == 0:
         steps = f"{run.bad} steps in a row, sequences {first} to {step * B - 1}"
         rates = f"--adam-lr (now {run.args.adam_lr:g})"

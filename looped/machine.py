@@ -23,6 +23,7 @@ from looped.files import file_hash
 NETWORK = (
     "model.py",
     "looped/depth.py",
+    "looped/hashes.py",
     "looped/mechanisms.py",
     "looped/ops.py",
     "looped/randomness.py",

@@ -15,6 +15,7 @@ and data) is not repeated. Written: results/NAME-SCALE.md and its figures, over 
 run that diverges is a result.
 """
 
+import argparse
 import fcntl
 import functools
 import json
@@ -33,6 +34,7 @@ import torch
 
 import train
 from dataloader import PackedData
+from looped.checkpoint import checkpoints
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.machine import HERE
 from model import ModelConfig, parameter_count
@@ -125,7 +127,7 @@ def jobs_of(args, tables) -> list[Job]:
     found = {}
     depths = [int(depth) for depth in EXPERIMENTS[args.name].depths.split(",")]
     for arm in flat(tables):
-        if not any(text in arm.name() for text in args.only.split(";")):
+        if args.only and not any(text in arm.name() for text in args.only):
             continue
         flags = arm_flags(arm, args)
         settings, flops = ledger.wanted_settings(flags, args.ranks)
@@ -184,7 +186,7 @@ def evaluate_core(jobs: list[Job], args) -> None:
     """core_eval.py on finished runs that are here; adds their lines again, with scores."""
     depths = EXPERIMENTS[args.name].core_depths
     for job in jobs:
-        if not (job.line and list(job.path.glob("step_*.pt"))) or job.line["diverged_at"]:
+        if not job.line or job.line["diverged_at"] or not checkpoints(job.path):
             continue
         flags = shlex.split(args.core)
         if not job.settings["n_core"] and "--depth" in flags:  # which core_eval.py would refuse
@@ -204,7 +206,9 @@ def evaluate_core(jobs: list[Job], args) -> None:
 def fill_in(jobs: list[Job], args) -> list[Job]:
     """Gives each job its line of the ledger, and its arms their runs; -> jobs without a line."""
     lines = ledger.read_ledger()
-    rows = args.rows or most_common_rows(jobs, lines)
+    rows = args.rows
+    if args.page and not rows:
+        rows = known_rows(jobs, lines, str(args.data or ""))
     for job in jobs:
         job.line = ledger.find(lines, job.settings, rows, job.depths)
         if job.line:
@@ -213,20 +217,24 @@ def fill_in(jobs: list[Job], args) -> list[Job]:
     return [job for job in jobs if not job.line]
 
 
-def most_common_rows(jobs, lines) -> str | None:
-    """For a page where the rows are not at hand: those that most of the jobs' lines were trained
-    on.
+def known_rows(jobs, lines, beginning: str) -> str | None:
+    """For a page where the rows are not at hand: the hash of those that the jobs' lines were
+    trained on, of which --data may give the beginning.
     """
-    used = []
+    used = set()
     for line in lines:
         if any(ledger.same_run(line, job.settings) for job in jobs):
-            used.append(line["data"])
-    return max(used, key=used.count, default=None)
+            used.add(line["data"])
+    named = [rows for rows in used if beginning and rows.startswith(beginning)] or sorted(used)
+    if len(named) > 1:
+        short = " and ".join(rows[:10] for rows in named)
+        fail(f"{ledger.LEDGER} has such runs on rows {short}; give one of these as --data")
+    return max(named, default=None)
 
 
 def rows_hash(job: Job, args) -> str | None:
-    """The hash of --data, or of train.py's default rows, which are made if need be; None if they
-    are not at hand.
+    """The hash of --data, or of train.py's default rows, which are made if need be; None if a page
+    or a dry run finds them not at hand.
     """
     given = train.parse_args(job.flags)
     cfg = train.model_config(given)
@@ -259,6 +267,14 @@ def import_runs(paths: list[str]) -> None:
 # -- main
 
 
+def texts(line: str) -> list[str]:
+    """What stands between semicolons."""
+    found = [text.strip() for text in line.split(";") if text.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{line!r} has no text")
+    return found
+
+
 def parse_args(argv):
     own, extra = argv, []
     if "--" in argv:
@@ -269,14 +285,17 @@ def parse_args(argv):
     add("name", choices=EXPERIMENTS, help="the comparison")
     add("--scale", default="nano", help="size of the presets (default: %(default)s)")
     add("--seeds", help="between commas (default: the comparison's own at nano and tiny, else 0)")
-    add("--data", type=Path, help="packed rows (default at nano and tiny: Python's own library)")
-    add("--only", default="", help="arms whose name has one of these texts, between semicolons")
+    rows = "packed rows, or for --page the beginning of their hash"
+    add("--data", type=Path, help=f"{rows} (default at nano and tiny: Python's own library)")
+    only = "arms whose name has one of these texts, between semicolons"
+    add("--only", type=texts, default=[], help=only)
     jobs = 1 if torch.cuda.is_available() else os.cpu_count() or 1
     add("--jobs", type=positive_int, default=jobs, help="side by side (default: %(default)s)")
     add("--ranks", type=positive_int, default=1, help="GPUs of a training (default: %(default)s)")
     core = f"also run core_eval.py, with these flags (default: {CORE_PANEL})"
     add("--core", nargs="?", const=CORE_PANEL, help=core)
-    add("--out", type=Path, help="the page, without suffix (default: results/NAME-SCALE)")
+    page = "results/NAME-SCALE, and -stdlib without --data"
+    add("--out", type=Path, help=f"the page, without suffix (default: {page})")
     add("--page", action="store_true", help="train nothing, write the page")
     add("--dry-run", action="store_true", help="print the commands that are left to do, and stop")
     args = parser.parse_args(own)
@@ -308,7 +327,8 @@ def check(args) -> None:
             fail(f"--seeds {args.seeds} must be whole numbers between commas, e.g. 0,1,2")
         seeds = map(int, args.seeds.split(","))
     args.seeds = list(dict.fromkeys(seeds))
-    args.out = args.out or Path(f"results/{args.name}-{args.scale}")
+    rows = "" if args.data else "-stdlib"
+    args.out = args.out or Path(f"results/{args.name}-{args.scale}{rows}")
 
 
 def main(argv=None):
@@ -320,7 +340,7 @@ def main(argv=None):
     jobs = jobs_of(args, tables)
     if not jobs:
         names = "; ".join(arm.name() for arm in flat(tables))
-        fail(f"--only {args.only} fits no arm; there are: {names}")
+        fail(f"--only {'; '.join(args.only)} fits no arm; there are: {names}")
     args.rows = rows_hash(jobs[0], args)
     todo = fill_in(jobs, args)
     flops = sum(job.flops for job in todo)

@@ -108,15 +108,20 @@ def losses_of(arm: Arm, depth) -> pd.Series:
     return pd.Series(losses, dtype=float)
 
 
-def differences(arms: list[Arm], by: str, depth) -> list[Difference]:
-    """Of each arm and its base, the first arm of the same column (by "row") or row (by "col")."""
+def differences(arms: list[Arm], experiment, depth) -> list[Difference]:
+    """Of each arm with runs and its base: see Experiment."""
     bases = {}
     found = []
     for arm in arms:
-        base = bases.setdefault(getattr(arm, OTHER[by]), arm)
+        if not arm.runs:
+            continue
+        group = getattr(arm, OTHER[experiment.base])
+        base = bases.setdefault(group, arm)
         values = (losses_of(arm, depth) - losses_of(base, depth)).dropna()
         if arm is not base and len(values):
             found.append(Difference(arm, base, values.to_numpy()))
+        if experiment.stepwise:
+            bases[group] = arm
     return found
 
 
@@ -137,12 +142,12 @@ def sentence(d: Difference) -> str:
     return f"- {pair} by {spread(np.sign(mean) * d.values)} nats/token, n = {n}{note}."
 
 
-def difference_table(tables: list[list[Arm]], by: str) -> list[str]:
+def difference_table(tables: list[list[Arm]], experiment) -> list[str]:
     known = set().union(*(line["loss"] for line in lines_of(flat(tables))))
     cells = []
     for depth, arms in product(sorted(known & DEPTHS), tables):
-        for d in differences(arms, by, depth):
-            names = [d.arm.name(), getattr(d.base, by)]
+        for d in differences(arms, experiment, depth):
+            names = [d.arm.name(), getattr(d.base, experiment.base)]
             cells.append([*names, f"depth {depth}", spread(d.values, "+.4f")])
     if not cells:
         return []
@@ -245,7 +250,7 @@ def curve(line: dict, kind: str) -> tuple:
     return values.index / 1e6, values.to_numpy(float)
 
 
-def panel(kind: str, arms: list[Arm], title: str, by: str) -> Panel:
+def panel(kind: str, arms: list[Arm], title: str, experiment) -> Panel:
     """A panel of the first seeds' runs, or of the mean differences over seeds; an arm may have no
     run.
     """
@@ -257,7 +262,7 @@ def panel(kind: str, arms: list[Arm], title: str, by: str) -> Panel:
     if kind == "difference by depth":
         means = {arm.name(): {} for arm in arms}
         for depth in set().union(*losses):
-            for d in differences(arms, by, depth):
+            for d in differences(arms, experiment, depth):
                 means[d.arm.name()][depth] = d.values.mean()
         return depth_panel(list(means.values()), ylabel)
     scale = "log" if kind in ("state norm", "residual") else "linear"
@@ -280,7 +285,7 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
     for title, members in groups.items():
         shown = [members.get(name, Arm(name)) for name in names]
         for kind in experiment.panels:
-            panels.append(panel(kind, shown, title, experiment.base))
+            panels.append(panel(kind, shown, title, experiment))
     caption = "Curves: the first seed's runs. Differences: mean over seeds."
     return figure(path, caption, list(names), panels)
 
@@ -316,13 +321,13 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     text = introduction(args, experiment, lines)
     for part in tables:
         text += source_table(part, experiment.unit)
-        said = [sentence(d) for d in differences(part, experiment.base, "mu")]
+        said = [sentence(d) for d in differences(part, experiment, "mu")]
         if said:
             text += [*said, ""]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     text += draw(arms, experiment, Path(f"{args.out}.png"))
     text += score_table(arms)
-    text += difference_table(tables, experiment.base)
+    text += difference_table(tables, experiment)
     text += run_table(lines)
     text += [*sorted({circumstances(line) for line in lines}), ""]
     write_atomic(Path(f"{args.out}.md"), "\n".join(text).encode())

@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 
 from dataloader import PackedData
-from looped.checkpoint import read_checkpoint, step_of
+from looped.checkpoint import checkpoints, read_checkpoint, step_of
 from looped.console import Parser, fail, outside, positive_int, run_cli
 from looped.figures import Panel, figure, fmt, table
 from looped.files import write_atomic
@@ -159,7 +159,7 @@ def measure_run(path: Path, args) -> list[dict]:
     if cfg.n_core == 0:
         fail(f"{path} has no loop to look into; leave it out")
     ids = tokens_of(path, config, args)
-    files = sorted(path.glob("step_*.pt"))
+    files = checkpoints(path)
     if not args.checkpoints:
         files = files[-1:]
     tokens = config["args"]["batch_size"] * cfg.seq_len  # a step

@@ -1,10 +1,12 @@
 """Numbers on the command line, errors from outside, and what run_cli makes of them."""
 
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
-from helpers import refused
+from helpers import ROOT, refused
 
 from looped import console
 
@@ -36,6 +38,16 @@ def test_what_comes_from_outside_ends_in_one_line(tmp_path, capsys):
         raise KeyboardInterrupt
     missing = tmp_path / "nowhere"
     refused(capsys, lambda: console.run_cli(missing.read_bytes), f"{missing} No such file")
+
+
+def test_more_files_than_a_shell_begins_with_can_be_open(tmp_path):
+    program = (
+        "from looped.console import run_cli\n"
+        "run_cli(lambda: print(len([open('/dev/null') for _ in range(300)])))"
+    )
+    line = f'ulimit -Sn 100 && "{sys.executable}" -c "{program}"'
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "300\n", done.stderr
 
 
 def test_waiting_has_an_end(capsys):

@@ -828,6 +828,22 @@ def test_program_writes_results_and_skips_what_is_done(run, start, encoded, caps
     assert not file.with_name(f"{file.name}.old4").exists()
 
 
+def test_evaluations_of_a_run_at_once_keep_each_others_depths(run, start, monkeypatch):
+    """The second begins, and ends, after the first has looked for earlier results."""
+    found = core_results.earlier
+
+    def another_meanwhile(path, header):
+        monkeypatch.setattr(ce, "earlier", found)
+        kept = found(path, header)
+        start("--seeds", "5", "--depth", "3")
+        return kept
+
+    monkeypatch.setattr(ce, "earlier", another_meanwhile)
+    start("--seeds", "5", "--depth", "1")
+    depths = json.loads((run / "core_core_parcae.json").read_text())["depths"]
+    assert [depth for depth in depths if len(depths[depth]["tasks"]) == 22] == ["1", "3"]
+
+
 def test_ones_own_task_is_in_no_average_and_reruns_nothing(run, start, encoded, tmp_path, capsys):
     mine = tmp_path / "mine.jsonl"
     mine.write_text("\n".join(json.dumps(row) for row in make_rows("mc", 9)))

@@ -23,7 +23,7 @@ SIZES = [
 
 def arguments(name, scale="nano"):
     given = {"name": name, "scale": scale, "seeds": [0]}
-    return argparse.Namespace(**given, data=None, extra=[], only="", ranks=1)
+    return argparse.Namespace(**given, data=None, extra=[], only=[], ranks=1)
 
 
 def arms_of(args):
@@ -51,7 +51,7 @@ def test_every_arm_is_a_valid_command_at_every_scale(name):
     ("granularity", {"granularity"}),
     ("sampling", {"sampling"}),
     ("mechanisms", {"mechanism", "injection"}),
-    ("components", {"injection", "granularity", "prelude_norm"}),
+    ("components", {"injection", "input_matrix", "granularity", "prelude_norm"}),
     ("stability", {"injection", "block"}),
 ])  # fmt: skip
 def test_arms_differ_from_their_base_in_what_they_compare_alone(name, allowed):
@@ -140,10 +140,23 @@ def test_paired_differences_and_the_sentence_by_hand():
         a.runs[seed], b.runs[seed] = run(x[seed]), run(y[seed])
     a.runs[9], b.runs[9] = run(4.0), run(9.0, bad=3)  # diverged: its seed is left out
     values = np.subtract(y, x)
-    (found,) = pages.differences([a, b, Arm("x")], "col", "mu")
+    (found,) = pages.differences([a, b, Arm("x")], EXPERIMENTS["gains"], "mu")
     half = 2.7764451 * values.std(ddof=1) / math.sqrt(5)
     assert (found.arm, found.base) == (b, a) and np.allclose(found.values, values)
     said = pages.sentence(found)
+    # an arm without a run is no base
+    (found,) = pages.differences([Arm("r", "none"), a, b], EXPERIMENTS["gains"], "mu")
+    assert (found.arm, found.base) == (b, a)
+    steps = [
+        Arm("one", runs=a.runs),
+        Arm("two"),
+        Arm("three", runs=b.runs),
+        Arm("four", runs=a.runs),
+    ]
+    pairs = [
+        (d.base.row, d.arm.row) for d in pages.differences(steps, EXPERIMENTS["components"], 8)
+    ]
+    assert pairs == [("one", "three"), ("three", "four")]
     assert (
         f"r, zoh is lower than r, euler by {-values.mean():.4f} ± {half:.4f} nats/token, n = 5"
         in said
@@ -208,6 +221,21 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
     assert "# 0 of 2 trainings are left to do" in capsys.readouterr().out
     experiments.main([*command, "--page", "--", *SIZES])
     assert not (here / "runs").exists()
+
+    # the rows are not at hand: their hash is told by the runs, unless these have several
+    elsewhere = ["components", "--seeds", "0", "--page", "--only", "RDM", "--out", "results/y"]
+    experiments.main([*elsewhere, "--", *SIZES])
+    assert "Training tokens a parameter: 0." in (here / "results/y.md").read_text()
+    line = lines["concat"]
+    ledger.append(line | {"data": "0123456789abcdef"})
+    refused(
+        capsys,
+        lambda: experiments.main([*elsewhere, "--", *SIZES]),
+        "has such runs on rows",
+        "0123456789",
+        "give one of these as --data",
+    )
+    experiments.main([*elsewhere, "--data", line["data"][:10], "--", *SIZES])
 
     # another seed is another run
     experiments.main(
@@ -274,6 +302,7 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
     ("gains --dry-run -- --seed 5", "--seed after --"),
     ("gains --dry-run -- --warmup 0 --out=x", "--out after --"),
     ("gains --dry-run -- --stop-at 3", "--stop-at after --"),
+    ("gains --dry-run --only ;", "--only: ';' has no text"),
 ])  # fmt: skip
 def test_bad_input_is_refused_in_one_line(line, words, capsys, here):
     refused(capsys, lambda: experiments.main(line.split()), words)

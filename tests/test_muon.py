@@ -125,6 +125,17 @@ def test_update_clipping_equals_a_float64_formula():
         assert torch.equal(p[0], parameters()[name][0])
 
 
+@pytest.mark.parametrize("size", [1e-15, 1e-19, 1e-23, 1e-30])
+def test_without_epsilon_no_gradient_is_too_small(size):
+    """Its square may be 0 in float32; no element moves further than Adam's do."""
+    p = torch.nn.Parameter(torch.zeros(8))
+    optimizer = Optimizer([(AdamW(**CLIPPED), [("p", p)])])
+    for step in range(1, 20):
+        p.grad.fill_(size)
+        optimizer.step(Rates(), torch.zeros(1))
+        assert p.abs().max() <= 1.01 * step * CLIPPED["lr"]
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (32, 8), (8, 32)])
 def test_polar_express_approaches_the_polar_factor(shape):
     g = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -29,7 +29,7 @@ import core_eval
 import train
 from dataloader import PackedData
 from looped import machine
-from looped.checkpoint import write_checkpoint
+from looped.checkpoint import checkpoints, write_checkpoint
 from looped.core_tasks import load_panel
 from looped.depth import sample_depths
 from looped.endings import explain
@@ -432,6 +432,25 @@ def test_evaluation_passes_over_a_damaged_checkpoint(base, tmp_path, capsys):
     old.write_bytes(b"")
     with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
         load_run(run)
+
+
+def test_files_called_like_checkpoints_stay_and_are_none(base, tmp_path):
+    run = shutil.copytree(base, tmp_path / "r")
+    state = weights(run)
+    for name in ("step_0000008.keep.pt", "step_0000001_before.pt", "step_best.pt"):
+        (run / name).write_bytes(b"the user's")
+    for step in (13, 14):
+        write_checkpoint(run / f"step_{step:07d}.pt", state, keep_every=7)
+    assert load_run(run)[2]["checkpoint"] == "step_0000014.pt"
+    assert [path.name for path in checkpoints(run)] == ["step_0000013.pt", "step_0000014.pt"]
+    assert sum(path.read_bytes() == b"the user's" for path in run.glob("step_*.pt")) == 3
+
+
+def test_a_run_is_loaded_with_its_residual_stream(packed, tmp_path):
+    here(packed, tmp_path / "r", "--dtype", "bfloat16", "--residual-dtype", "float32")
+    model = load_run(tmp_path / "r")[0]
+    assert (model.dtype, model.residual_dtype) == (torch.bfloat16, torch.float32)
+    assert load_run(tmp_path / "r", dtype=torch.float32)[0].residual_dtype is None
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoints_alone(base, tmp_path):

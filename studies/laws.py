@@ -288,7 +288,7 @@ def fit_isoflop(rows: pd.DataFrame, rng, left: list[str]) -> dict:
         for name in ("mu", "tokens"):
             log_best = np.log([found[name] for found in inner])
             laws[name] = np.polyfit(log_flops, log_best, 1)  # exponent, ln k
-    fixed = rows[rows.mu_rec == 1].set_index("budget").loss
+    fixed = rows[rows.mu_rec == 1].groupby("budget").loss.mean()
     return {"budgets": budgets, "power_laws": laws, "fixed_depth": fixed.to_dict()}
 
 

@@ -98,8 +98,10 @@ def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
     page = [f"# Fits of {rows.run.nunique()} runs", "", "[95 % interval], by bootstrap.", ""]
     if result["isoflop"]["budgets"]:
         page += isoflop_table(result["isoflop"])
+    inside = [found["inside"] for found in result["isoflop"]["budgets"]]
     for name, line in result["isoflop"]["power_laws"].items():
-        page.append(f"- best {name} ~ C^{span(line[0])}")
+        of = f"{sum(inside)} of {len(inside)} budgets have their minimum inside the grid"
+        page.append(f"- best {name} ~ C^{span(line[0])}; {of}")
     errors = {}
     fitted = [name for name in LAWS if name in result]
     for name in fitted:

@@ -162,7 +162,9 @@ def measure_run(path: Path, args) -> list[dict]:
     files = checkpoints(path)
     if not args.checkpoints:
         files = files[-1:]
-    tokens = config["args"]["batch_size"] * cfg.seq_len  # a step
+    tokens = (
+        config["args"].get("batch_size", 0) * cfg.seq_len
+    )  # a step; of imported weights unknown
     found = []
     for file in files:
         model.load_state_dict(read_checkpoint(file)["model"])

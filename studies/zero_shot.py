@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from looped.console import Parser, fail, run_cli
+from looped.console import Parser, fail, outside, run_cli
 from looped.figures import fmt, table
 from looped.files import write_atomic
 from looped.logs import read_json, read_run
@@ -70,7 +70,12 @@ def harness(path: Path, tasks: str) -> dict:
         fail(f"tools.lm_eval failed on {path}, see above")
     newest = max(out.rglob("results_*.json"), key=lambda file: file.stat().st_mtime)
     results = read_json(newest)["results"]
-    return {task: 100 * results[task]["acc,none"] for task in tasks.split(",")}
+    found = {}
+    for task in tasks.split(","):
+        if "acc,none" not in results.get(task, {}):
+            fail(f"{newest} has no accuracy of {task}; name tasks that have one, as {TASKS[0]}")
+        found[task] = 100 * results[task]["acc,none"]
+    return found
 
 
 def measured(path: Path, args) -> dict:
@@ -78,7 +83,11 @@ def measured(path: Path, args) -> dict:
     file = path / "zero_shot.json"
     found = read_json(file) if file.is_file() else {"wikitext": {}, "tasks": {}}
     if args.wikitext:
-        found["wikitext"] = text_perplexities(path, args.wikitext.read_text(encoding="utf-8"))
+        with outside(f"{args.wikitext} is no text in UTF-8", "give another file"):
+            text = args.wikitext.read_text(encoding="utf-8")
+        if not text.strip():
+            fail(f"{args.wikitext} is empty; give a file with text")
+        found["wikitext"] = text_perplexities(path, text)
     if args.tasks:
         found["tasks"] |= harness(path, args.tasks)
     write_atomic(file, json.dumps(found, indent=1).encode())
@@ -97,7 +106,7 @@ def main(argv=None):
     rows = {}
     for path in args.runs:
         run = read_run(path)
-        name = f"{run.name}, {run.config['args']['preset']}"
+        name = f"{path}, {run.config['args']['preset']}"
         rows[name] = {"validation": math.exp(run.loss)} | measured(path, args)
     frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=COLUMNS)
     frame["mean"] = frame[TASKS].mean(axis=1, skipna=False)

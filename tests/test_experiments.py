@@ -7,12 +7,14 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from helpers import refused, run_program
 
 import train
 from looped.logs import read_log
+from looped.randomness import SEED_EVAL, sequence_key
 from model import load_run
-from studies import depth_laws, experiments, ledger, pages, zero_shot
+from studies import copying, depth_laws, experiments, ledger, pages, zero_shot
 from studies.comparisons import EXPERIMENTS, Arm, flat, tables_of
 
 SIZES = [
@@ -321,16 +323,16 @@ def test_a_damaged_ledger_is_named(here, capsys):
 # -- the columns of table 1, and the depth laws
 
 
-def test_text_perplexity_counts_every_token_once(packed, here):
+def test_text_perplexity_counts_every_token_once(packed, here, capsys):
     run_program("train.py", "--data", packed, "--out", here / "run", *SIZES)
     model = load_run("run")[0]
     ids = list(range(5, 75))  # 70 tokens: two windows of 32, and one of 6
     got = zero_shot.text_nats(model, ids, bos=297, depth=3)
-    row = zero_shot.torch.tensor([297, *ids])
+    row = torch.tensor([297, *ids])
     want = 0.0
     for window, at in enumerate(range(0, 70, 32)):
         piece = row[None, at : at + 33]
-        keys = zero_shot.torch.tensor([zero_shot.sequence_key(zero_shot.SEED_EVAL, window)])
+        keys = torch.tensor([sequence_key(SEED_EVAL, window)])
         want += model.losses(piece[:, :-1], piece[:, 1:], [3], keys)[3].sum().item()
     assert got == pytest.approx(want, rel=1e-5)
     (here / "wiki.txt").write_text("some words of text " * 20)
@@ -338,6 +340,33 @@ def test_text_perplexity_counts_every_token_once(packed, here):
     found = json.loads((here / "run/zero_shot.json").read_text())["wikitext"]
     assert found["by word"] > found["by token"] > 1
     assert f"{found['by word']:.2f}" in (here / "page.md").read_text()
+    for content, words in ((b"", "is empty"), (b"caf\xe9", "is no text in UTF-8")):
+        (here / "bad.txt").write_bytes(content)
+        refused(capsys, lambda: zero_shot.main(["run", "--wikitext", "bad.txt"]), words)
+
+
+def test_foretold_tokens_and_their_losses(packed, here):
+    """ab stands three times: the second time the first's follower comes, the third another."""
+    rows = np.array([[1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7]])
+    assert copying.foretold(rows)[0].nonzero()[0].tolist() == [5]
+    text = np.random.default_rng(0).integers(0, 5, (3, 40))
+    marks = copying.foretold(text)
+    for row, found in zip(text, marks, strict=True):
+        for i in range(39):
+            before = [j for j in range(1, i) if (row[j - 1 : j + 1] == row[i - 1 : i + 1]).all()]
+            assert found[i] == (i > 0 and bool(before) and row[before[-1] + 1] == row[i + 1])
+
+    run_program("train.py", "--data", packed, "--out", here / "run", *SIZES)
+    copying.main(["run", "run", "--rows", "20", "--out", "page"])
+    model = load_run("run")[0]
+    rows = np.load(packed / "val.npy")[:20].astype(np.int64)
+    keys = [sequence_key(SEED_EVAL, i) for i in range(20)]
+    ids = torch.from_numpy(rows)
+    losses = model.losses(ids[:, :-1], ids[:, 1:], [8], torch.tensor(keys))[8].numpy()
+    marks = copying.foretold(rows)
+    line = (here / "page.md").read_text().splitlines()[-2]
+    for part in (losses, losses[marks], losses[~marks]):
+        assert f"{part.mean():.4f}" in line
 
 
 def test_more_loops_with_gradient_than_loops_are_refused(capsys):

@@ -1,0 +1,105 @@
+"""
+What runs have learned to copy: the loss of tokens that their row foretells, and of all others.
+
+    python -m studies.copying RUN… --out results/copying
+
+A token is foretold where the two tokens before it stood in the row earlier and were followed,
+the last time, by the same token. Runs of a small recipe differ in little else: copying is learned
+at once, and early, late or not at all within a run's tokens.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from dataloader import PackedData
+from looped.console import Parser, fail, positive_int, run_cli
+from looped.figures import table
+from looped.files import write_atomic
+from looped.randomness import SEED_EVAL, sequence_key
+from studies.pages import spread
+from studies.spectra import DEVICE, open_run
+
+BATCH = 16  # rows at once
+LOSSES = ["all", "foretold", "others"]
+ARM = ["preset", "gain", "rows of"]  # runs that are alike in these are averaged
+
+
+def foretold(rows: np.ndarray) -> np.ndarray:
+    """rows (N, T + 1) -> which of their targets are foretold, (N, T) bool."""
+    found = np.zeros((len(rows), rows.shape[1] - 1), bool)
+    for row, marks in zip(rows.tolist(), found, strict=True):
+        follower = {}  # of a pair of tokens, the last time
+        for i in range(1, len(marks)):
+            pair = (row[i - 1], row[i])
+            marks[i] = follower.get(pair) == row[i + 1]
+            follower[pair] = row[i + 1]
+    return found
+
+
+@torch.no_grad()
+def token_losses(model, rows: np.ndarray) -> np.ndarray:
+    """rows (N, T + 1) -> nats of each target at depth mu_rec, (N, T)."""
+    losses = []
+    depth = model.cfg.mu_rec if model.cfg.n_core else 0
+    for start in range(0, len(rows), BATCH):
+        block = torch.from_numpy(rows[start : start + BATCH]).to(DEVICE)
+        keys = [sequence_key(SEED_EVAL, start + i) for i in range(len(block))]
+        keys = torch.tensor(keys, device=DEVICE)
+        found = model.losses(block[:, :-1], block[:, 1:], [depth], keys)
+        losses.append(found[depth].cpu().numpy())
+    return np.concatenate(losses)
+
+
+def measure(path: Path, args) -> dict:
+    """Mean losses of a run on the first validation rows."""
+    model, _, config = open_run(path)
+    data = PackedData(args.data or config["data"]["path"])
+    if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
+        fail(f"{data.folder} does not fit {path}: it needs rows of its own tokenizer")
+    rows = data.get("val", np.arange(min(args.rows, data.rows("val"))))
+    losses = token_losses(model, rows)
+    marks = foretold(rows)
+    told = config["args"]
+    trained = config.get("steps", 0) * told.get("batch_size", 0) * model.cfg.seq_len
+    return {
+        "run": path.name,
+        "preset": told.get("preset", "–"),
+        "gain": config["model"]["gain"] if model.cfg.n_core else "–",
+        "rows of": data.folder.parent.name,
+        "seed": told.get("seed", "–"),
+        "tokens a parameter": trained / config["params"],
+        "foretold tokens": marks.mean(),
+        "all": losses.mean(),
+        "foretold": losses[marks].mean(),
+        "others": losses[~marks].mean(),
+    }
+
+
+def main(argv=None):
+    parser = Parser(description=__doc__, prog="python -m studies.copying")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    add("--data", type=Path, help="folder of packed rows (default: the run's own)")
+    add("--rows", type=positive_int, default=512, help="validation rows (default: %(default)s)")
+    page = Path("results/copying")
+    add("--out", type=Path, default=page, help="page, without suffix (default: %(default)s)")
+    args = parser.parse_args(argv)
+    runs = pd.DataFrame([measure(path, args) for path in args.runs])
+    means = runs.groupby(ARM, sort=False)[LOSSES].agg(spread).reset_index()
+    lines = ["# Loss of the tokens that their row foretells, and of others", ""]
+    lines += ["Nats a token at depth mu_rec; mean over seeds ± half the 95 % t interval.", ""]
+    lines += table(list(means), means.to_numpy())
+    runs["foretold tokens"] = runs["foretold tokens"].map("{:.1%}".format)
+    runs["tokens a parameter"] = runs["tokens a parameter"].map("{:.3g}".format)
+    runs[LOSSES] = runs[LOSSES].map("{:.4f}".format)
+    lines += table(list(runs), runs.to_numpy())
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(Path(f"{args.out}.md"), "\n".join(lines).encode())
+    print(*lines, sep="\n")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -8,6 +8,7 @@ the last time, by the same token. Runs of a small recipe differ in little else: 
 at once, and early, late or not at all within a run's tokens.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,13 @@ from looped.console import Parser, fail, positive_int, run_cli
 from looped.figures import table
 from looped.files import write_atomic
 from looped.randomness import SEED_EVAL, sequence_key
+from model import PRESETS
 from studies.pages import spread
 from studies.spectra import DEVICE, open_run
 
 BATCH = 16  # rows at once
 LOSSES = ["all", "foretold", "others"]
-ARM = ["preset", "gain", "rows of"]  # runs that are alike in these are averaged
+ARM = ["arm", "tokens a parameter", "rows of"]  # runs that are alike in these are averaged
 
 
 def foretold(rows: np.ndarray) -> np.ndarray:
@@ -53,29 +55,52 @@ def token_losses(model, rows: np.ndarray) -> np.ndarray:
     return np.concatenate(losses)
 
 
+def arm_of(cfg, preset: str) -> str:
+    """The preset, and the fields of the network that are not as it has them."""
+    own = asdict(cfg)
+    words = [preset]
+    for name, value in asdict(PRESETS[preset]).items():
+        if own[name] != value:
+            words.append(f"{name} {own[name]}")
+    return ", ".join(words)
+
+
 def measure(path: Path, args) -> dict:
     """Mean losses of a run on the first validation rows."""
-    model, _, config = open_run(path)
+    model, cfg, config = open_run(path)
+    told = config["args"]
+    if "preset" not in told:
+        fail(f"{path} was not trained here; leave it out")
     data = PackedData(args.data or config["data"]["path"])
     if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
         fail(f"{data.folder} does not fit {path}: it needs rows of its own tokenizer")
     rows = data.get("val", np.arange(min(args.rows, data.rows("val"))))
     losses = token_losses(model, rows)
     marks = foretold(rows)
-    told = config["args"]
-    trained = config.get("steps", 0) * told.get("batch_size", 0) * model.cfg.seq_len
+    trained = config["steps"] * told["batch_size"] * cfg.seq_len
     return {
         "run": path.name,
-        "preset": told.get("preset", "–"),
-        "gain": config["model"]["gain"] if model.cfg.n_core else "–",
+        "arm": arm_of(cfg, told["preset"]),
+        "tokens a parameter": f"{trained / config['params']:.3g}",
         "rows of": data.folder.parent.name,
-        "seed": told.get("seed", "–"),
-        "tokens a parameter": trained / config["params"],
+        "seed": told["seed"],
         "foretold tokens": marks.mean(),
         "all": losses.mean(),
         "foretold": losses[marks].mean(),
         "others": losses[~marks].mean(),
     }
+
+
+def differences(runs: pd.DataFrame) -> list[str]:
+    """The table of each arm's losses less the first's, paired by seed."""
+    arms = [arm.set_index("seed")[LOSSES] for _, arm in runs.groupby(ARM, sort=False)]
+    names = [name for name, _ in runs.groupby(ARM, sort=False)]
+    rows = []
+    for (name, tokens, _), arm in zip(names[1:], arms[1:], strict=True):
+        gaps = (arm - arms[0]).dropna()
+        cells = [spread(gaps[loss], "+.4f") for loss in LOSSES]
+        rows.append([f"{name}, {tokens} tokens a parameter", len(gaps), *cells])
+    return table([f"less {names[0][0]}, by seed", "pairs", *LOSSES], rows) if rows else []
 
 
 def main(argv=None):
@@ -92,8 +117,8 @@ def main(argv=None):
     lines = ["# Loss of the tokens that their row foretells, and of others", ""]
     lines += ["Nats a token at depth mu_rec; mean over seeds ± half the 95 % t interval.", ""]
     lines += table(list(means), means.to_numpy())
+    lines += differences(runs)
     runs["foretold tokens"] = runs["foretold tokens"].map("{:.1%}".format)
-    runs["tokens a parameter"] = runs["tokens a parameter"].map("{:.3g}".format)
     runs[LOSSES] = runs[LOSSES].map("{:.4f}".format)
     lines += table(list(runs), runs.to_numpy())
     args.out.parent.mkdir(parents=True, exist_ok=True)

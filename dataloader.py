@@ -300,6 +300,9 @@ def pack(args):
     """Packs the shards that are missing, several at a time. Killed, it loses only those begun."""
     out = Path(args.out)
     own = out / "tokenizer.json"
+    if args.stream:  # none is taken away: a training may be using it
+        listed = read_checked(out / "manifest.json") or {"train": []}
+        args.stream = max(args.stream, len(listed["train"]))
     settings, jobs = plan(args)
     with lock(out):
         manifest = read_checked(out / "manifest.json")
@@ -416,6 +419,8 @@ class PackedData:
         """Until row i is there or all is packed; ends the program where no shard comes for wait_s
         seconds.
         """
+        if i >= self.rows(split) and self.manifest["shuffle"] == "shard":
+            self._read()  # a stream may have been lengthened
         while i >= self.rows(split) and not self.manifest["complete"]:
             what = f"data: row {i:,} for {split}, from pack --stream to {self.folder}"
             wait_until(partial(self._grown, len(self.maps)), self.wait_s, what)

@@ -49,19 +49,31 @@ print(*p["dependencies"], *sum(p["optional-dependencies"].values(), []), sep="\n
 fi
 [ "${1:-}" = setup ] && exit 0
 
+# what trainings and the machine would refuse later is refused now
 read -r VOCAB SEQ RECIPE_TOKENS < <("$PY" -c '
-import sys, train
-c = train.PRESETS.get(sys.argv[1]) or train.fail(f"PRESET={sys.argv[1]} is not one of {chr(32).join(train.PRESETS)}")
+import sys, torch, train
+preset, tokens, arms, gpus, processes = sys.argv[1:]
+c = train.PRESETS.get(preset) or train.fail(f"PRESET={preset} is not one of {chr(32).join(train.PRESETS)}")
+recipe = train.recipe_of(preset)
 try:
-    tokens = int(float(sys.argv[2] or train.recipe_of(sys.argv[1]).tokens))
+    tokens = int(float(tokens or recipe.tokens))
 except (ValueError, OverflowError):
-    train.fail(f"TOKENS={sys.argv[2]} is not a number of tokens")
-print(c.vocab_size, c.seq_len, tokens)' "$PRESET" "$TOKENS") || exit 2
+    train.fail(f"TOKENS={tokens} is not a number of tokens")
+for arm in arms.split():
+    flat = ["--preset", "transformer-" + preset.removeprefix("parcae-")]
+    train.model_config(train.parse_args(flat if arm == "flat" else ["--preset", preset, "--gain", arm]))
+if int(gpus) and not torch.cuda.is_available():
+    train.fail("nvidia-smi shows GPUs that torch cannot use; update the driver, or hide them: CUDA_VISIBLE_DEVICES=")
+if recipe.batch_size % int(processes):
+    fits = max(n for n in range(1, int(processes)) if recipe.batch_size % n == 0)
+    train.fail(f"NPROC={processes} does not divide the batch of {recipe.batch_size} rows; try NPROC={fits}")
+print(c.vocab_size, c.seq_len, tokens)' "$PRESET" "$TOKENS" "$ARMS" "$GPUS" "$NPROC") || exit 2
 WORK=data/$(basename "$DATA")-v$VOCAB
 ROWS=$WORK/rows-$SEQ-$LONG_DOCS
 OUT=runs/$RUN
 background=()
-trap '[ ${#background[@]} -eq 0 ] || kill "${background[@]}" 2>/dev/null || true' EXIT
+# trainings save what they have before they end
+trap '[ ${#background[@]} -eq 0 ] || { kill "${background[@]}" 2>/dev/null; wait; } || true' EXIT
 
 case "$DATA" in
 stdlib)
@@ -113,11 +125,11 @@ fi
 
 launch=("$PY")
 [ "$NPROC" -gt 1 ] && launch=("$PY" -m torch.distributed.run --standalone "--nproc_per_node=$NPROC")
-train_arm() { # flat: the network without its loop; else a gain
+train_arm() { # in the background, for its exec. flat: the network without its loop; else a gain
     local network=(--preset "$PRESET" --gain "$1")
     [ "$1" = flat ] && network=(--preset "transformer-${PRESET#parcae-}")
     [ "$GPUS" -gt 0 ] || network+=(--device cpu) # where trainings side by side have a core each
-    "${launch[@]}" train.py "${network[@]}" --data "$ROWS" --out "$OUT/$1" --seed "$SEED" --tokens "$RECIPE_TOKENS" --resume
+    exec "${launch[@]}" train.py "${network[@]}" --data "$ROWS" --out "$OUT/$1" --seed "$SEED" --tokens "$RECIPE_TOKENS" --resume
 }
 arms=()
 trainings=()
@@ -143,7 +155,9 @@ for arm in $ARMS; do
         background+=($!)
     else
         say "training: $arm, $OUT/$arm"
-        train_arm "$arm"
+        train_arm "$arm" &
+        background+=($!)
+        wait $!
     fi
 done
 while [ "$(running)" -gt 0 ]; do sleep 1; [ $((SECONDS % 60)) -ne 0 ] || progress; done

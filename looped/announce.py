@@ -47,6 +47,9 @@ def announce(run, first: int, choices: dict) -> None:
     length = run.cfg.seq_len
     tokens = run.steps * args.batch_size * length
     steps = f"{run.steps} steps of {args.batch_size} × {length} tokens = {tokens:,}"
+    if run.data.manifest["complete"]:
+        there = run.data.rows("train") * length
+        place.say(f"data: {there:,} tokens in rows, seen {tokens / there:.2f} times")
     rows = args.device_batch_size
     parts = args.batch_size // place.world // rows
     place.say(f"{steps}; {place.world} rank(s) × {parts} × {rows} rows")

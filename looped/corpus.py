@@ -22,6 +22,7 @@ import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from glob import glob
 from pathlib import Path
 
 from looped.console import DAMAGE, fail, first_line, outside
@@ -32,7 +33,7 @@ VAL_SHARD = 1822  # its last shard
 TXT_DOC = 10_000  # characters after which a .txt file is cut at the next blank line
 UNIT_BYTES = 64 << 20  # .txt files up to this size in all become one shard
 DOWNLOADS = 4  # at a time
-ATTEMPTS = 6  # of a download
+ATTEMPTS = 10  # of a download
 BACK_OFF = 1.0  # seconds before the second attempt, doubled after each
 
 
@@ -145,11 +146,10 @@ def find_sources(data, val_file=None):
     .jsonl files, else some documents of every file.
     """
     files = {}
-    for path in sorted(Path(data).rglob("*")):
-        name = path.relative_to(data).as_posix()
-        hidden = "/." in f"/{name}"
-        if path.suffix in READERS and path.is_file() and not hidden:
-            files[name] = path
+    for name in sorted(map(Path, glob("**/*", root_dir=data, recursive=True))):
+        path = Path(data) / name
+        if path.suffix in READERS and path.is_file():
+            files[name.as_posix()] = path
     if not files:
         fail(f"no .parquet, .jsonl or .txt file in {data}")
     tables = [name for name in files if not name.endswith(".txt")]

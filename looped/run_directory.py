@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import time
 from collections import deque
 from pathlib import Path
@@ -75,7 +74,7 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
     try:
         if not continued:
             write_atomic(file, json.dumps(config, indent=1).encode())
-        shutil.copyfile(config["tokenizer"]["path"], run / "tokenizer.json")
+        write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
     except OSError as e:
         fail(f"{e}; the run directory is {run}")
     for left in run.glob(".step_*.tmp"):  # of a killed run

@@ -81,6 +81,17 @@ def test_tables_are_shards_of_their_own_and_text_files_share(tmp_path, monkeypat
     assert sources.val.name == "g.jsonl" and not sources.holdout
 
 
+def test_linked_folders_are_read_and_hidden_files_are_not(tmp_path):
+    (tmp_path / "texts/.hidden").mkdir(parents=True)
+    (tmp_path / "elsewhere/more").mkdir(parents=True)
+    (tmp_path / "texts/linked").symlink_to(tmp_path / "elsewhere")
+    for name in ("texts/a.txt", "texts/.b.txt", "texts/.hidden/c.txt", "elsewhere/more/d.txt"):
+        (tmp_path / name).write_text("text")
+    sources = corpus.find_sources(tmp_path / "texts")
+    names = [path.relative_to(tmp_path / "texts").as_posix() for path in sources.val.paths]
+    assert names == ["a.txt", "linked/more/d.txt"]
+
+
 def test_stdlib_corpus_equals_the_files(tmp_path, capsys):
     dl.main(["stdlib", "--out", str(tmp_path)])
     shards = [pq.read_table(f)["text"].to_pylist() for f in sorted(tmp_path.glob("*.parquet"))]

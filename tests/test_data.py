@@ -389,6 +389,25 @@ def test_streaming_waits_for_shards_and_equals_packing_at_once(workers, tokenize
     refused(capsys, lambda: pack(every, tokenizer, tmp_path / "cut", *flags), "shard_00001", "1 s")
 
 
+def test_a_stream_that_is_whole_may_be_lengthened_and_is_not_cut(tokenizer, tmp_path):
+    texts, out = tmp_path / "texts", tmp_path / "out"
+    texts.mkdir()
+    for i in (0, 1, 2, 1822):
+        write_parquet(texts / f"shard_{i:05d}.parquet", documents(60, seed=i))
+    whole = dl.PackedData(pack_to(texts, tokenizer, tmp_path / "whole", "3"))
+    data = dl.PackedData(pack_to(texts, tokenizer, out, "1"))
+    first = data.rows("train")
+    pack_to(texts, tokenizer, out, "3")
+    assert (data.stream_ids(3, 0, first + 9) == whole.stream_ids(3, 0, first + 9)).all()
+    pack_to(texts, tokenizer, out, "2")
+    assert dl.PackedData(out).rows("train") == whole.rows("train")
+
+
+def pack_to(texts, tokenizer, out, shards):
+    pack(texts, tokenizer, out, "--stream", shards)
+    return out
+
+
 def test_a_late_row_is_waited_for_while_shards_come(rows, capsys):
     manifest = read_checked(rows / "manifest.json")
     entries = manifest["train"]

@@ -62,7 +62,7 @@ BYTES_WITH_GRADIENT = 130
 BYTES_TO_KEEP_LESS = 25  # more, where less is kept for the backward pass
 BYTES_A_LOGIT = 6
 
-SOURCE_BYTES_A_TOKEN = 2.2  # compressed source text of a packed token, cropped parts included
+SOURCE_BYTES_A_TOKEN = 3.2  # compressed source text of a packed token, cropped parts included
 
 
 @dataclass(frozen=True)

@@ -656,7 +656,7 @@ class Model(nn.Module):
         part = name.removesuffix(".weight").split(".")[-1]
         std = input_std(cfg.d_model)
         if name.startswith("mechanism."):
-            return self.mechanism.initial(part)
+            return self.mechanism.initial(part, std, generator)
         if name.startswith("injection."):
             return self.injection.initial(part, std, generator)
         if "norm" in name:
@@ -821,6 +821,10 @@ class Model(nn.Module):
             with torch.set_grad_enabled(learning):
                 propose = self._proposal(given, loop.index, cache)
                 new = mechanism.step(active, history, loop.index, propose)
+            if new.dtype != active.dtype:
+                raise TypeError(
+                    f"a loop made {new.dtype} of {active.dtype}; end it with .to(h.dtype)"
+                )
             if loop.live is None:
                 before = x
             else:  # what stands still keeps its last change

@@ -8,7 +8,8 @@ r-th part of every buffer: it receives that part of the reduced gradient, keeps 
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
 One collective each way a buffer, one batched update a shape, no copies in between.
 
-Another optimiser is a class like AdamW below, and a line in train.py's OPTIMIZERS.
+Another optimiser is a class like AdamW below, which must multiply all that it changes by `ok`, and
+in train.py a function of its parameter groups with a line in OPTIMIZERS.
 
 Sources: Muon (Jordan et al. 2024), Polar Express (arXiv 2505.16932), NorMuon's factored variance
 reduction (arXiv 2510.05491), cautious weight decay; values of the paper's table "Hyperparameter …

@@ -261,7 +261,9 @@ def add_network_flags(parser) -> None:
 
 def recipe_of(preset: str) -> Recipe:
     """The recipe whose name ends the preset's, the longest if several do."""
-    fitting = [name for name in RECIPES if preset.endswith(name)]
+    fitting = [name for name in RECIPES if f"-{preset}".endswith(f"-{name}")]
+    if not fitting:
+        fail(f"--preset {preset} has no recipe: its name must end in one of {', '.join(RECIPES)}")
     return RECIPES[max(fitting, key=len)]
 
 
@@ -406,7 +408,7 @@ def training_step(
         targets = part.tokens[:, 1:]
         loss, stats = model.loss(ids, targets, part.keys, part.n, part.k)
         (loss / batch.step_tokens).backward()
-        for name, value in {"loss": loss.detach(), **stats}.items():
+        for name, value in dict(loss=loss.detach(), **stats).items():
             if name.endswith("_max"):
                 maxima[name] = torch.maximum(maxima.get(name, value), value)
             else:

@@ -120,8 +120,8 @@ def summarise(panel: Panel, entries: dict) -> dict:
         return record
     if panel.name == "core-extended":
         record["core"] = average("CORE" + cut, TASKS[:22], entries)
+        record["categories_ext"] = averages("family", tasks, entries)
     record["categories_fine"] = averages("category", TASKS[:22], entries)
-    record["categories_ext"] = averages("family", tasks, entries)
     return record
 
 

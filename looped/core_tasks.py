@@ -150,6 +150,7 @@ def own_task(text: str) -> Task:
     Its label ends in a hash of the file and of these settings: a result belongs to just them.
     """
     path, _, settings = text.rpartition(":")
+    path = str(Path(path).resolve())  # never the name of a file in the bundle
     kind, *pairs = settings.split(",")
     given = {"shots": 0, "chance": 0.0, "delimiter": DELIMITERS["space"]}
     form = "give FILE:mc, :schema or :lm, then e.g. ,shots=5,chance=25,delimiter=line"

@@ -89,7 +89,14 @@ def draw(cfg, u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if cfg.n_core == 0:
         none = np.zeros(u.shape, np.int64)
         return none, none
-    return DEPTH_LAWS[cfg.sampling](cfg.mu_rec, cfg.mu_bwd, u, v)
+    n, k = DEPTH_LAWS[cfg.sampling](cfg.mu_rec, cfg.mu_bwd, u, v)
+    for loops in (n, k):
+        if np.shape(loops) != u.shape or loops.dtype.kind != "i" or loops.min() < 0:
+            what = "must give n and k as whole numbers of at least 0, of u's shape"
+            raise ValueError(f"the depth law {cfg.sampling} {what}")
+    if (n + k).min() < 1:
+        raise ValueError(f"the depth law {cfg.sampling} must loop at least once")
+    return n, k
 
 
 # Granularities: (sequences of a step, tokens of a sequence) -> the number of the draw that each

@@ -16,7 +16,9 @@ sampling alike:
     resume(history)     the history as the loops with gradient should find it
     read(x)             what is carried -> h (B, T, D)
     can_wait            whether a row may stand still while others loop on, and then go on itself
-    initial(part)       initial value of the parameter of that name
+    initial(part, std, generator)
+                        initial value of the parameter of that name; what is random is drawn from the
+                        generator; std: that of the network's input matrices
 
 What belongs to a row must be carried in x, or padded: an entry of the history has the rows that were
 active in its loop, and a later loop may have fewer (slice it) or more, which begin at h_0 (pad_rows).
@@ -70,6 +72,9 @@ class PlainLoop(nn.Module):
     def __init__(self, cfg):
         super().__init__()
 
+    def initial(self, part: str, std: float, generator: torch.Generator) -> torch.Tensor:
+        raise AssertionError(f"{part} has no initial value: add a case for it to `initial`")
+
     def start(self, h):
         return h, []
 
@@ -101,7 +106,7 @@ class AttnRes(PlainLoop):
         indices = INDICES * cfg.mu_rec
         self.query = nn.Parameter(torch.empty(indices, cfg.d_model))  # (Q, D)
 
-    def initial(self, part: str) -> torch.Tensor:
+    def initial(self, part, std, generator):
         return torch.zeros_like(self.query)
 
     def entry(self, v):
@@ -165,7 +170,7 @@ class HyperConnected(PlainLoop):
         indices = INDICES * cfg.mu_rec
         self.phase = nn.Parameter(torch.empty(indices, cfg.d_model))  # p, (Q, D)
 
-    def initial(self, part: str) -> torch.Tensor:
+    def initial(self, part, std, generator):
         if part == "norm":
             return torch.ones_like(self.norm)
         if part != "bias":

@@ -70,18 +70,19 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
         names = ", ".join(differing)
         advice = "repeat them, or name another with --out"
         fail(f"{run} was begun with other settings: {names}; {advice}")
-    note_other_code(run, begun)
+    newest = newest_checkpoint(run)
+    if newest:
+        note_other_code(run, begun)
+    elif continued:
+        print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
     try:
-        if not continued:
+        if not newest:  # the code may be another than when the run was begun
             write_atomic(file, json.dumps(config, indent=1).encode())
         write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
     except OSError as e:
         fail(f"{e}; the run directory is {run}")
     for left in run.glob(".step_*.tmp"):  # of a killed run
         left.unlink()
-    newest = newest_checkpoint(run)
-    if continued and not newest:
-        print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
     return newest
 
 

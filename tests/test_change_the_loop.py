@@ -75,7 +75,7 @@ class Damped(PlainLoop):
         super().__init__(cfg)
         self.share = nn.Parameter(torch.empty(cfg.d_model))
 
-    def initial(self, part):
+    def initial(self, part, std, generator):
         return torch.full_like(self.share, 0.7)
 
     def step(self, h, history, index, propose):

@@ -152,12 +152,12 @@ def from_reference(state: dict, cfg: ModelConfig) -> dict:
 
 def checked(weights: dict, cfg: ModelConfig) -> dict:
     """The same in float32; what is missing, left over or misshapen is named."""
-    weights = {name: w.float() for name, w in weights.items()}
     with torch.device("meta"):
         model = Model(cfg)
     try:
+        weights = {name: w.float() for name, w in weights.items()}
         model.load_state_dict(weights, assign=True)
-    except RuntimeError as e:
+    except (RuntimeError, AttributeError) as e:
         reason = " ".join(str(e).split())
         fail(f"the weights are not those of config.json: {reason[:400]}")
     return weights
@@ -207,8 +207,9 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
     write_checkpoint(run / "step_0000000.pt", {"step": 0, "model": weights})
     params = sum(w.numel() for w in weights.values())
     dtype = config.get("dtype", "float32") if exported else "bfloat16"
+    residual = config.get("residual_dtype", "auto") if exported else "float32"
     about = {
-        "args": {},
+        "args": {"residual_dtype": residual},
         "model": asdict(cfg),
         "params": params,
         "dtype": dtype,
@@ -233,7 +234,8 @@ def export_run(run: Path, folder: Path) -> None:
     for name, w in model.state_dict().items():
         weights[name] = w.float().contiguous()
     write_atomic(folder / "model.safetensors", save(weights, {"format": "pt"}))
-    about = {"model_type": "looped", "dtype": config["dtype"]}
+    about = {"model_type": "looped", "dtype": config.get("dtype", "float32")}
+    about["residual_dtype"] = config.get("args", {}).get("residual_dtype", "auto")
     write_json(folder / "config.json", about | asdict(model.cfg))
     write_json(folder / "tokenizer.json", tokenizer)
     print(f"{folder}: model.safetensors, config.json, tokenizer.json")

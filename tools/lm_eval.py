@@ -27,6 +27,7 @@ from tools.sample import Depth, Sampling, generate
 try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api import model, registry
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as e:
     fail(f"{e}; pip install lm_eval")
@@ -91,7 +92,8 @@ class Looped(model.TemplateLM):
         """[(…, context, continuation)] -> [(log-probability of the continuation, whether it is the
         greedy one)].
         """
-        pairs = [(context, continuation) for _, context, continuation in requests]
+        prefix = [self.prefix_token_id]  # for a context without tokens
+        pairs = [(context or prefix, continuation) for _, context, continuation in requests]
         lengths = [len(context) + len(continuation) for context, continuation in pairs]
         longest_first = sorted(range(len(pairs)), key=lengths.__getitem__, reverse=True)
         found = {}
@@ -141,22 +143,18 @@ class Looped(model.TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Text up to the first of the strings `until` or a special token; greedy unless
-        do_sample.
-        """
+        """Text up to the first of the strings `until` or a special token."""
         requests = tqdm(requests, desc="texts", disable=disable_tqdm)
         return [self.complete(*request.args) for request in requests]
 
     def complete(self, text: str, settings: dict) -> str:
-        until = settings.get("until") or []
-        if isinstance(until, str):
-            until = [until]
-        until = [stop for stop in until if stop]
-        most = min(settings.get("max_gen_toks", 256), self.max_length - 1)
+        settings = normalize_gen_kwargs(settings)
+        until = [stop for stop in settings["until"] if stop]
+        most = min(settings["max_gen_toks"], self.max_length - 1)
         ids = self.tok_encode(text) or [self.prefix_token_id]
         ids = ids[-(self.max_length - most) :]
         law = {"temperature": 0}
-        if settings.get("do_sample"):
+        if settings["do_sample"]:
             names = settings.keys() & {"temperature", "top_k", "top_p"}
             law = {name: settings[name] for name in names}
         how = Sampling(tokens=most, stop=frozenset(self.stop), **law)

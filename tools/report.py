@@ -51,9 +51,12 @@ RADARS = {"core": ["categories_fine"], "core-extended": ["categories_fine", "cat
 
 
 def settings(run: Run) -> dict:
-    """The flags of the training and the network that have an effect on a run's numbers."""
+    """The flags of the training and the network that have an effect on a run's numbers, and a hash
+    of the network's code.
+    """
     flags = run.config["args"] | run.config["model"]
-    return {name: value for name, value in flags.items() if name not in FREE | {"dtype"}}
+    known = {name: value for name, value in flags.items() if name not in FREE | {"dtype"}}
+    return known | {"code": run.config.get("network_code", "")[:10]}
 
 
 def changes(run: Run, base: Run) -> tuple[str, ...]:

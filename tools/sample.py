@@ -93,9 +93,7 @@ def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
     for state in model.unroll(h, inputs, plan(), cache):
         taken += live
         hidden = model.after(state.h, ids, cache)  # what the coda keeps is of the last answer
-        logits = model.head(hidden)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        answer = logits.to(dtype).log_softmax(-1)  # (B, 1, V)
+        answer = model.head(wide(hidden)).log_softmax(-1)  # (B, 1, V)
         if last is not None:
             change = (answer.exp() * (answer - last)).sum(-1)
             change = change.clamp_min(0)  # rounding can take it below
@@ -103,6 +101,11 @@ def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
         last = answer
     cache.settle(int(taken.max()))
     return hidden, taken
+
+
+def wide(hidden):
+    """In float32 at least: in bfloat16 many a token's logit would equal the likeliest's."""
+    return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
 
 
 def pick(logits, u, how: Sampling):
@@ -138,7 +141,7 @@ def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampl
     for number in range(len(prompt), end):  # of the token to be drawn
         positions = torch.arange(number - ids.size(1), number, device=device).expand_as(ids)
         hidden, taken = read(model, ids, positions, row_keys, cache, depth)
-        logits = model.head(hidden[:, -1])
+        logits = model.head(wide(hidden[:, -1]))
         if not torch.isfinite(logits).all():
             why = "training diverged, or the depth is too large"
             fail(f"the model's answer at depth {depth.loops} is not finite: {why}")
@@ -156,7 +159,8 @@ def open_model(run, device):
     """-> (model with matrices in its activations' dtype, tokenizer); float32 on a CPU."""
     model, enc, _ = open_run(run, distributed(device).device)
     for name, parameter in model.named_parameters():
-        if name.endswith("weight"):  # as every use would cast it
+        matrix = name.endswith("weight") and name != "wte.weight"
+        if matrix and model.residual_dtype is None:  # as every use would cast it
             parameter.data = parameter.data.to(model.dtype)
     return model, enc
 

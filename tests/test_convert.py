@@ -200,6 +200,7 @@ def test_import_export_import_keeps_every_bit(folder, tokenizer, tmp_path):
     for name, w in a.state_dict().items():
         assert torch.equal(w, weights.pop(name))
     assert not weights
+    assert a.residual_dtype == b.residual_dtype == torch.float32  # as the authors'
     for run in (one, two):
         assert (run / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 

@@ -17,11 +17,13 @@ from helpers import (
 )
 from oracle import Oracle, hashed_state
 
-from looped.depth import deepest, poisson_quantile, sample_depths
+from looped.depth import DEPTH_LAWS, deepest, poisson_quantile, sample_depths
+from looped.mechanisms import PlainLoop
 from looped.randomness import hashed_normal, mix64, sequence_key, uniforms
 from model import (
     CHOICES,
     INJECTIONS,
+    MECHANISMS,
     PRESETS,
     AddInjection,
     ChunkedCrossEntropy,
@@ -380,6 +382,55 @@ def test_an_injection_draws_its_own_parameters_whatever_their_names(monkeypatch)
     model.init_weights(0)
     for name, p in model.injection.named_parameters():
         assert (p == len(name)).all()
+
+
+class Drawn(PlainLoop):
+    """A mechanism with random weights, which makes a bfloat16 state float32."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.share = torch.nn.Parameter(torch.empty(cfg.d_model))
+
+    def initial(self, part, std, generator):
+        return torch.randn(16, generator=generator)
+
+    def step(self, h, history, index, propose):
+        return self.share * propose(h)
+
+
+def test_a_mechanism_draws_by_the_seed_and_keeps_the_states_dtype(monkeypatch):
+    monkeypatch.setitem(MECHANISMS, "none", Drawn)
+    model = Model(ModelConfig(vocab_size=32, seq_len=8, d_model=16, d_mlp=16))
+    drawn = []
+    for seed in (0, 0, 1):
+        model.init_weights(seed)
+        drawn.append(model.mechanism.share.tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+    model.dtype = torch.bfloat16
+    ids, _, keys = token_batch(model.cfg)
+    with pytest.raises(TypeError, match="a loop made torch.float32 of torch.bfloat16"):
+        model.hidden(ids, 2, keys)
+
+
+def negative(mu_rec, mu_bwd, u, v):
+    depth = poisson_quantile(u, mu_rec)
+    return depth - mu_bwd, np.full(u.shape, mu_bwd)
+
+
+def rational(mu_rec, mu_bwd, u, v):
+    return u * mu_rec, np.full(u.shape, mu_bwd)
+
+
+def none(mu_rec, mu_bwd, u, v):
+    return np.zeros(u.shape, int), np.zeros(u.shape, int)
+
+
+@pytest.mark.parametrize("law", [negative, rational, none, lambda a, b, u, v: (a, b)])
+def test_a_law_that_gives_no_depths_is_named(law, monkeypatch):
+    monkeypatch.setitem(DEPTH_LAWS, "fixed", law)
+    cfg = replace(SMALL, sampling="fixed")
+    with pytest.raises(ValueError, match="the depth law fixed must"):
+        sample_depths(cfg, 0, 0, 500)
 
 
 def test_matched_models_share_initial_weights():

@@ -242,6 +242,7 @@ def test_flags_without_an_effect_on_the_numbers_make_no_arms(tmp_path):
     ({"tokenizer": {"sha256": "t1"}}, "differ in tokenizer; compare bits"),
     ({"git": {"commit": "abd"}}, "differ in git"),
     ({"dtype": "bfloat16"}, "differ in dtype"),
+    ({"network_code": "abcd"}, "flag differs: gain zoh instead of euler, code abcd instead of "),
     ({"args": {"muon_lr": 0.004}}, "flag differs: muon_lr 0.004 instead of 0.008, gain zoh instead of euler"),
     ({"steps": 180}, "differ in tokens trained"),
 ])  # fmt: skip

@@ -194,6 +194,15 @@ def test_matched_pair_differs_in_the_gain_alone(base, packed, tmp_path):
     assert {name for name in x["args"] if x["args"][name] != y["args"][name]} == {"out"}
 
 
+@pytest.mark.parametrize("preset, recipe", [
+    ("parcae-140m", "140m"), ("mine-nano", "nano"), ("parcae-rdm-nano", "rdm-nano"), ("tiny", "tiny"),
+])  # fmt: skip
+def test_a_presets_name_ends_in_its_recipes(preset, recipe, capsys):
+    assert train.recipe_of(preset) is train.RECIPES[recipe]
+    for wrong in ("mine", "wide2140m"):
+        refused(capsys, lambda name=wrong: train.recipe_of(name), f"--preset {wrong} has no recipe")
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_equal_one(ranks, base, packed, tmp_path):
     go(packed, tmp_path / "r", ranks=ranks)
@@ -408,6 +417,18 @@ def test_faults_from_outside_are_one_line_and_others_are_not(base, capsys):
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_checkpoint_begins_again_with_todays_code(base, packed, tmp_path):
+    run = tmp_path / "r"
+    run.mkdir()
+    config = json.loads((base / "config.json").read_text())
+    config["args"]["out"] = str(run)
+    (run / "config.json").write_text(json.dumps(config | {"network_code": "0" * 64, "params": 7}))
+    here(packed, run, "--resume")
+    begun = json.loads((run / "config.json").read_text())
+    assert begun["network_code"] == machine.network_code()
+    assert begun["params"] == config["params"]
 
 
 def test_a_run_of_other_code_says_so(base, tmp_path, capsys):

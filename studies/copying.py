@@ -92,15 +92,18 @@ def measure(path: Path, args) -> dict:
 
 
 def differences(runs: pd.DataFrame) -> list[str]:
-    """The table of each arm's losses less the first's, paired by seed."""
-    arms = [arm.set_index("seed")[LOSSES] for _, arm in runs.groupby(ARM, sort=False)]
-    names = [name for name, _ in runs.groupby(ARM, sort=False)]
+    """The table of losses less those of the first arm of as many tokens, paired by seed."""
+    first = {}
     rows = []
-    for (name, tokens, _), arm in zip(names[1:], arms[1:], strict=True):
-        gaps = (arm - arms[0]).dropna()
-        cells = [spread(gaps[loss], "+.4f") for loss in LOSSES]
-        rows.append([f"{name}, {tokens} tokens a parameter", len(gaps), *cells])
-    return table([f"less {names[0][0]}, by seed", "pairs", *LOSSES], rows) if rows else []
+    for (arm, *length), found in runs.groupby(ARM, sort=False):
+        losses = found.set_index("seed")[LOSSES]
+        base, base_losses = first.setdefault(tuple(length), (arm, losses))
+        gaps = (losses - base_losses).dropna()
+        if base != arm and len(gaps):
+            cells = [spread(gaps[name], "+.4f") for name in LOSSES]
+            rows.append([arm, base, length[0], len(gaps), *cells])
+    header = ["loss of", "less that of", "tokens a parameter", "seeds", *LOSSES]
+    return table(header, rows) if rows else []
 
 
 def main(argv=None):

@@ -371,14 +371,17 @@ def try_step(model, optimizer, step: Step, place: Place) -> float | None:
     if place.is_gpu:
         torch.cuda.reset_peak_memory_stats(place.device)
     with headroom_kept(place):
-        if not succeeds(partial(warm_up, model, step.rows, place), optimizer, place):
+        fits = succeeds(partial(warm_up, model, step.rows, place), optimizer, place)
+        if fits and place.world == 1:
+            fits = succeeds(optimizer.rehearse, optimizer, place)
+        elif fits:  # the ranks wait for each other in it, so one that lacks memory must end the run
+            optimizer.rehearse()
+        if not fits:
             if model.is_compiled:
                 # else the next try's rows would share a slower graph for any number of rows
                 torch._dynamo.reset()
             gc.collect()
             return None
-    # Here the ranks wait for each other, so one that lacks memory ends the run; fewer rows would not help it.
-    optimizer.rehearse()
     if place.is_gpu:
         peak = torch.cuda.max_memory_allocated(place.device) / GIB
         torch.cuda.reset_peak_memory_stats(place.device)  # training's own peak is logged

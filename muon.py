@@ -88,9 +88,9 @@ def adamw_update(p, g, state: dict, lr, step, ok, constants: tuple):
     """One Adam step without weight decay. p, g (N,); lr 0-d or (N,); step (from 1) 0-d; constants:
     beta1, beta2, eps.
 
-    eps = 0 means none: an element that never had a gradient stays, rather than becoming 0 / 0. One
-    whose gradient is so small that its square is 0 in float32, as of a token that never occurs,
-    must not be divided by less than it is itself.
+    eps = 0 means none: an element that never had a gradient stays, rather than becoming 0 / 0. The
+    divisor is at least 1e-18: where a gradient is so small that its square is 0 in float32, as that
+    of a token that never occurs, the update would else be huge.
     """
     first, second = state["first"], state["second"]
     beta1, beta2, eps = constants

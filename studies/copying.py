@@ -4,8 +4,8 @@ What runs have learned to copy: the loss of tokens that their row foretells, and
     python -m studies.copying RUN… --out results/copying
 
 A token is foretold where the two tokens before it stood in the row earlier and were followed,
-the last time, by the same token. Runs of a small recipe differ in little else: copying is learned
-at once, and early, late or not at all within a run's tokens.
+the last time, by the same token. At the small scales seeds scatter mostly in these: copying is
+learned at once, and early, late or not at all within a run's tokens.
 """
 
 from dataclasses import asdict

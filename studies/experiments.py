@@ -229,7 +229,7 @@ def known_rows(jobs, lines, beginning: str) -> str | None:
     if len(named) > 1:
         short = " and ".join(rows[:10] for rows in named)
         fail(f"{ledger.LEDGER} has such runs on rows {short}; give one of these as --data")
-    return max(named, default=None)
+    return named[0] if named else None
 
 
 def rows_hash(job: Job, args) -> str | None:

@@ -221,7 +221,7 @@ def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
     for _ in range(RESAMPLES):
         drawn = rng.integers(len(places), size=len(places))
         sample = np.concatenate([places[i] for i in drawn])
-        found.append(problem.descend(best, sample, max_nfev=2000).x)
+        found.append(problem.descend(best, sample, max_nfev=EXACT["max_nfev"]).x)
     logs = problem.logs(found)
     errors = prediction_errors(logs, rows)
     for budget, unseen in rows.groupby("budget", sort=False):

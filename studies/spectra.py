@@ -162,9 +162,8 @@ def measure_run(path: Path, args) -> list[dict]:
     files = checkpoints(path)
     if not args.checkpoints:
         files = files[-1:]
-    tokens = (
-        config["args"].get("batch_size", 0) * cfg.seq_len
-    )  # a step; of imported weights unknown
+    batch = config["args"].get("batch_size", 0)  # imported weights have none
+    tokens = batch * cfg.seq_len  # a step
     found = []
     for file in files:
         model.load_state_dict(read_checkpoint(file)["model"])

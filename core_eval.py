@@ -17,7 +17,6 @@ seed 1234), and llm-foundry's (dclm). looped/core_tasks.py has the tasks, core_p
 """
 
 import argparse
-import contextlib
 import functools
 import itertools
 import math
@@ -48,10 +47,11 @@ from looped.core_results import (
 )
 from looped.core_tasks import BUNDLE, PANELS, Panel, open_panel, own_task
 from looped.files import file_hash
-from looped.machine import HERE, Place, distributed, to_device
+from looped.machine import HERE, Place, distributed, exact_products, to_device
 from looped.randomness import SEED_EVAL, sequence_key
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
+from looped.workers import one_ahead
 from model import load_run
 
 # Whose rules, and the default seeds. nanochat's answers are Parcae's at its only seed.
@@ -77,22 +77,6 @@ class Settings:
     baselines: str = "v1"
     show: bool = False  # a progress bar
     budget: int = 0  # tokens a batch; 0: by device
-
-
-@contextlib.contextmanager
-def exact_products(device):
-    """Within, float32 products are exact, not TF32. On a CPU each core takes batches of its own:
-    such small products gain little from being split.
-    """
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    threads = torch.get_num_threads()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.set_num_threads(1 if device.type == "cpu" else threads)
-    try:
-        yield threads
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        torch.set_num_threads(threads)
 
 
 def token_scores(model, x, targets):
@@ -244,18 +228,6 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, di
             why = "training diverged, or that is too deep"
             raise NotFiniteError(f"the model's answer at depth {depth} is not finite: {why}")
     return {depth: dict(zip(COLUMNS, found)) for depth, found in zip(settings.depths, table)}
-
-
-def one_ahead(function, items):
-    """Yields function(item) of each, computed in a thread while the one before is in use."""
-    pool = ThreadPoolExecutor(1)  # not in `with`, where Ctrl-C would wait for it
-    coming = []
-    for item in items:
-        coming.append(pool.submit(function, item))
-        if len(coming) == 2:
-            yield coming.pop(0).result()
-    for last in coming:
-        yield last.result()
 
 
 def score_task(model, works: list[EncodedTask], settings: Settings) -> dict[int, dict]:

@@ -13,20 +13,13 @@ sequences is a pure function of (packed data, seed, index), a keyed permutation 
 arithmetic: the same for any number of ranks, and resuming is just a number.
 """
 
-import ctypes
 import hashlib
-import io
 import json
-import multiprocessing
 import os
 import signal
-import sys
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, islice, takewhile
@@ -36,10 +29,18 @@ import numpy as np
 
 from looped import corpus
 from looped.console import Parser, fail, number, outside, positive_int, run_cli, wait_until
-from looped.files import file_hash, lock, read_checked, write_atomic, write_checked
+from looped.files import (
+    file_hash,
+    lock,
+    npy_header,
+    read_checked,
+    write_atomic,
+    write_checked,
+)
 from looped.hashes import permute
 from looped.tokenizer import BOS, encode_array, load_tokenizer
 from looped.unigram import unigram_entropy
+from looped.workers import worker_pool
 
 BUFFER = 1000  # documents the packer chooses from
 PATIENCE = 1800.0  # seconds that a download or a packing in progress may stand still
@@ -108,14 +109,6 @@ def best_fit(documents, row):
             room = row
     if parts:
         yield np.concatenate(parts)
-
-
-def npy_header(rows, row):
-    """The head of a .npy file of uint16 rows: always 128 bytes, so it can be written last."""
-    head = io.BytesIO()
-    shape = {"descr": "<u2", "fortran_order": False, "shape": (rows, row)}
-    np.lib.format.write_array_header_1_0(head, shape)
-    return head.getvalue()
 
 
 def pack_shard(folder, job, settings):
@@ -231,38 +224,6 @@ def save_manifest(folder, settings, entries, **more):
     write_checked(folder / "manifest.json", manifest | more)
 
 
-def end_with_parent(parent):
-    """In a worker: its parent's death ends it too, however sudden (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before that
-        os._exit(1)
-
-
-@contextmanager
-def worker_pool(n):
-    """n processes that end with this one, or one thread; handles a worker's death and Ctrl-C."""
-    if n == 1:
-        pool = ThreadPoolExecutor(1)
-    else:
-        # the tracker of their semaphores, which inherits this, would speak of them after Ctrl-C
-        sys.warnoptions.append("ignore:resource_tracker")
-        spawn = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(n, spawn, end_with_parent, (os.getpid(),))
-    try:
-        yield pool
-    except BrokenProcessPool:
-        fail(f"a packing process was killed, perhaps for lack of memory; try --workers {n // 2}")
-    except KeyboardInterrupt:
-        # Ended from here, workers print no traceback, nor Python a warning of leaked semaphores.
-        for worker in multiprocessing.active_children():
-            worker.kill()
-        pool.shutdown(wait=n > 1)
-        raise
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 def pack_jobs(pool, workers, folder, jobs, settings):
     """Yields the manifest's entry of each job in order. A job begins when its files are there and
     one of the workers is free.
@@ -279,7 +240,9 @@ def pack_jobs(pool, workers, folder, jobs, settings):
             continue
         busy = sum(not future.done() for future in running)
         if jobs and busy < workers and can_start():
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: see worker_pool
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, {signal.SIGINT}
+            )  # inherited: looped/workers.py
             running.append(pool.submit(pack_shard, folder, jobs.popleft(), settings))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         elif running:

@@ -47,6 +47,7 @@ from looped.checkpoint import (
 from looped.console import first_line, flag
 from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, training_plan
 from looped.flops import flops_per_token
+from looped.linear import Linear, copied
 from looped.machine import note_other_code, to_device
 from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
 from looped.ops import ChunkedCrossEntropy, attend, orthogonal, rope, spectral_norm
@@ -460,25 +461,14 @@ PRESETS = {
 
 
 # -------------------------------------------------------------------------------------------------
-# Transformer pieces. Master weights are float32; every use casts them to the activations' dtype. No
-# autocast: its cache of casts made under no_grad would cut the core's weights out of the gradient
-# on some versions of torch.
+# Transformer pieces. Master weights are float32 and are cast to the activations' dtype: the core's
+# once for all loops (looped/linear.py), the others at every use. No autocast: its cache of casts
+# made under no_grad would cut the core's weights out of the gradient on some versions of torch.
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self):
         """Nothing: `Model.init_weights` draws them."""
-
-
-class Linear(nn.Linear):
-    def __init__(self, n_in: int, n_out: int):
-        super().__init__(n_in, n_out, bias=False)
-
-    def reset_parameters(self):
-        """Nothing: `Model.init_weights` draws them."""
-
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -807,32 +797,36 @@ class Model(nn.Module):
         before = x.detach()
         constants = inputs.detach()
         learning = False
-        for loop in plan:
-            if loop.gradient and torch.is_grad_enabled() and not learning:
-                # whether the state requires gradient is part of a compiled graph's key: the same at
-                # every such loop
-                x = x.detach().requires_grad_()
-                history = mechanism.resume(history)
-                learning = True
-            if cache is not None:
-                cache.begin_loop(loop.number, loop.live)
-            given = (inputs if learning else constants).rows(loop.active)
-            active = x[: loop.active]
-            with torch.set_grad_enabled(learning):
-                propose = self._proposal(given, loop.index, cache)
-                new = mechanism.step(active, history, loop.index, propose)
-            if new.dtype != active.dtype:
-                raise TypeError(
-                    f"a loop made {new.dtype} of {active.dtype}; end it with .to(h.dtype)"
-                )
-            if loop.live is None:
-                before = x
-            else:  # what stands still keeps its last change
-                live = loop.live.view(loop.live.shape + (1,) * (new.dim() - loop.live.dim()))
-                new = torch.where(live, new, active)
-                before = torch.where(live, x.detach(), before)
-            x = new if loop.active == len(x) else torch.cat([new, x[loop.active :]])
-            yield LoopState(mechanism, x, before)
+        first = self.cfg.n_prelude
+        core = self.blocks[first : first + self.cfg.n_core]
+        # none for recomputed loops: those run again when the copies are gone
+        with copied([] if self.checkpoint_loops else core, self.dtype):
+            for loop in plan:
+                if loop.gradient and torch.is_grad_enabled() and not learning:
+                    # whether the state requires gradient is part of a compiled graph's key: the
+                    # same at every such loop
+                    x = x.detach().requires_grad_()
+                    history = mechanism.resume(history)
+                    learning = True
+                if cache is not None:
+                    cache.begin_loop(loop.number, loop.live)
+                given = (inputs if learning else constants).rows(loop.active)
+                active = x[: loop.active]
+                with torch.set_grad_enabled(learning):
+                    propose = self._proposal(given, loop.index, cache)
+                    new = mechanism.step(active, history, loop.index, propose)
+                if new.dtype != active.dtype:
+                    raise TypeError(
+                        f"a loop made {new.dtype} of {active.dtype}; end it with .to(h.dtype)"
+                    )
+                if loop.live is None:
+                    before = x
+                else:  # what stands still keeps its last change
+                    live = loop.live.view(loop.live.shape + (1,) * (new.dim() - loop.live.dim()))
+                    new = torch.where(live, new, active)
+                    before = torch.where(live, x.detach(), before)
+                x = new if loop.active == len(x) else torch.cat([new, x[loop.active :]])
+                yield LoopState(mechanism, x, before)
 
     def _proposal(self, inputs: LoopInputs, index, cache):
         """The function h -> core_step(h) of one loop."""

@@ -6,7 +6,9 @@ All parameters of a rule live in buffers, of which the parameters and their grad
 matrices of one shape are stacked (N, rows, cols), others are laid end to end (N,). Rank r owns the
 r-th part of every buffer: it receives that part of the reduced gradient, keeps the state of that
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
-One collective each way a buffer, one batched update a shape, no copies in between.
+One collective each way a buffer, one batched update, no copies in between. On several ranks a
+shape's stack is cut in up to three buffers, and each large table has its own: what is complete is
+sent while the step's last backward pass goes on.
 
 Another optimiser is a class like AdamW below, which must multiply all that it changes by `ok`, and
 in train.py a function of its parameter groups with a line in OPTIMIZERS.
@@ -16,6 +18,7 @@ reduction (arXiv 2510.05491), cautious weight decay; values of the paper's table
 Transformers".
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -34,6 +37,7 @@ POLAR_EXPRESS = (  # arXiv 2505.16932, five steps
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+LARGE = 1 << 20  # numbers of a parameter that has a buffer of its own
 
 # -------------------------------------------------------------------------------------------------
 # Updates, in place. ok: 1, or 0 where a loss or gradient is not finite, and then nothing changes. A tensor, so that
@@ -234,6 +238,87 @@ def stack_slots(count: int, world: int, first: int) -> list[int]:
     return slots
 
 
+def members_of_buffers(rule, members: list, world: int) -> list[list]:
+    """The parameters of each buffer: matrices of one shape, cut in up to three where there are several
+    ranks; each large table; what is left.
+    """
+    kinds: dict = {}
+    for name, p in members:
+        kind = "rest"
+        if rule.stacked:
+            kind = tuple(p.shape)
+        elif p.numel() >= LARGE:
+            kind = name
+        kinds.setdefault(kind, []).append((name, p))
+    parts = []
+    for same in kinds.values():
+        size = len(same)
+        if rule.stacked and world > 1:  # all but the last fill the ranks evenly
+            size = math.ceil(size / (3 * world)) * world
+        same = same[::-1]  # the backward pass ends with the first layers
+        parts += [same[i : i + size] for i in range(0, len(same), size)]
+    return parts
+
+
+class Reducer:
+    """Sums gradients over the ranks: each buffer's as soon as it is complete, while the step's last
+    backward pass goes on.
+
+    All ranks must send in one order: that in which the first step completed rank 0's buffers.
+    """
+
+    def __init__(self, buffers: list[Buffer]):
+        # no parameter, since parameters hold this in their hooks: neither would ever be freed
+        self.tensors = [(buffer.g, buffer.grad) for buffer in buffers]
+        self.members = [len(buffer.members) for buffer in buffers]
+        self.order = list(range(len(buffers)))
+        self.learned = False
+        self.missing: list[int] = []  # gradients of each buffer, in a step's last backward pass
+        self.complete: list[int] = []
+        self.sent: list = []  # in order
+        for i, buffer in enumerate(buffers):
+            for _, p in buffer.members:
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, i))
+
+    def before_last_backward(self) -> None:
+        """To be called before the backward pass of a step's last micro-batch."""
+        self.missing = list(self.members)
+
+    def finish(self) -> None:
+        """Sends what is left; afterwards each buffer's g is the sum."""
+        if self.missing and not self.learned:
+            self._learn()
+        self.missing = [0] * len(self.order)
+        self._send()
+        for work in self.sent:
+            work.wait()
+        self.missing, self.complete, self.sent = [], [], []
+
+    def _arrived(self, i: int, p: torch.Tensor) -> None:
+        """A parameter of buffer i got its gradient of a micro-batch."""
+        if not self.missing:
+            return
+        self.missing[i] -= 1
+        if self.missing[i] == 0:
+            self.complete.append(i)
+        if self.learned:
+            self._send()
+
+    def _send(self) -> None:
+        for i in self.order[len(self.sent) :]:
+            if self.missing[i]:
+                return
+            g, grad = self.tensors[i]
+            self.sent.append(reduce_scatter(g, grad, async_op=True))
+
+    def _learn(self) -> None:
+        rest = [i for i in self.order if i not in self.complete]
+        order = torch.tensor(self.complete + rest, device=self.tensors[0][0].device)
+        dist.broadcast(order, 0)
+        self.order = order.tolist()
+        self.learned = True
+
+
 class Optimizer:
     """Owns the buffers, reduces the gradients, clips, updates, gathers.
 
@@ -251,19 +336,17 @@ class Optimizer:
         # matrices so far: a stack goes on where the last ended, which evens out the ranks
         stacked = 0
         for rule, members in groups:
-            if not members:
-                continue
-            if not rule.stacked:
-                self.buffers.append((rule, self._flat(rule, members)))
-                continue
-            shapes: dict[tuple, list] = {}
-            for name, p in members:
-                shapes.setdefault(tuple(p.shape), []).append((name, p))
-            for stack in shapes.values():
-                self.buffers.append((rule, self._stack(rule, stack, stacked)))
-                stacked += len(stack)
+            for part in members_of_buffers(rule, members, world):
+                if rule.stacked:
+                    buffer = self._stack(rule, part, stacked)
+                    stacked += len(part)
+                else:
+                    buffer = self._flat(rule, part)
+                self.buffers.append((rule, buffer))
         device = self.buffers[0][1].data.device
         self.steps = torch.zeros((), device=device)  # for Adam's bias correction
+        buffers = [buffer for _, buffer in self.buffers]
+        self.reducer = Reducer(buffers if world > 1 else [])
 
     def _flat(self, rule, members: list) -> Buffer:
         """Parameters end to end."""
@@ -306,7 +389,8 @@ class Optimizer:
         Returns a device tensor [squared gradient norm before clipping, summed sums …]. If the norm
         or the loss is not finite, no rank changes anything. Nothing here waits for the device.
         """
-        squares = torch.stack(self._reduce_gradients())
+        self.reducer.finish()
+        squares = torch.stack([buffer.g.square().sum() for _, buffer in self.buffers])
         out = summed(torch.cat([squares.sum()[None], sums]))
         finite = torch.isfinite(out[:2]).all()
         ok = finite.float()
@@ -330,19 +414,6 @@ class Optimizer:
         takes their memory.
         """
         self.step(Rates(), torch.full((1,), torch.nan, device=self.steps.device))
-
-    def _reduce_gradients(self) -> list[torch.Tensor]:
-        """Sums the gradients over the ranks; -> the square of each buffer's part."""
-        works = []
-        if self.world > 1:  # all reductions are under way before the first is waited for
-            for _, buffer in self.buffers:
-                works.append(reduce_scatter(buffer.g, buffer.grad, async_op=True))
-        squares = []
-        for i, (_, buffer) in enumerate(self.buffers):
-            if works:
-                works[i].wait()
-            squares.append(buffer.g.square().sum())
-        return squares
 
     def _device_rates(self, rates: Rates) -> list[torch.Tensor]:
         """Each buffer's rates as a tensor on the device, by one copy that it need not wait for."""

@@ -49,8 +49,8 @@ from looped.console import (
 )
 from looped.core_tasks import open_panel
 from looped.corpus import prepare_stdlib
-from looped.depth import sample_depths
-from looped.endings import catch_signals, explain, stop_diverged
+from looped.depth import sample_depths, share_out
+from looped.endings import catch_signals, explain, stop_diverged, stop_flag
 from looped.files import file_hash, read_checked
 from looped.machine import (
     DEVICES,
@@ -333,22 +333,6 @@ class Batch:
             )
 
 
-def share_out(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
-    """Sequences of a step for each rank: deepest first, given back and forth so that the ranks'
-    work is equal.
-
-    A loop without gradient costs 2 units, one with gradient 6. Only depths decide, which
-    are independent of the text, and the step's gradient is a sum over sequences, so who computes
-    which changes nothing but rounding.
-    """
-    cost = 2 * n + 6 * k
-    of_sequence = cost.reshape(len(n), -1).sum(1)
-    order = np.argsort(-of_sequence, kind="stable")
-    rounds = order.reshape(-1, world).copy()
-    rounds[1::2] = rounds[1::2, ::-1]
-    return [rounds[:, rank] for rank in range(world)]
-
-
 def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place):
     """-> this rank's Batch, and what the log says of the step: mean depth, checksum of the row
     numbers.
@@ -403,10 +387,13 @@ def training_step(
     """
     means: dict[str, torch.Tensor] = {}
     maxima: dict[str, torch.Tensor] = {}
-    for part in batch.parts(rows):
+    parts = list(batch.parts(rows))
+    for part in parts:
         ids = part.tokens[:, :-1]
         targets = part.tokens[:, 1:]
         loss, stats = model.loss(ids, targets, part.keys, part.n, part.k)
+        if part is parts[-1]:
+            optimizer.reducer.before_last_backward()
         (loss / batch.step_tokens).backward()
         for name, value in dict(loss=loss.detach(), **stats).items():
             if name.endswith("_max"):
@@ -532,14 +519,6 @@ def fetch(entry: dict, numbers: dict, place: Place) -> Finished:
         arrived = torch.cuda.Event()
         arrived.record()
     return Finished(entry, list(numbers), values, arrived)
-
-
-def stop_flag(caught: list, place: Place) -> torch.Tensor:
-    """1 on every rank where one of them caught a signal."""
-    asked = torch.full((), float(bool(caught)), device=place.device)
-    if place.world > 1:
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-    return asked
 
 
 def finish_step(run: Run, finished: Finished) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from looped.checkpoint import checkpoints, join_writer
-from looped.machine import peak_memory, pick_device
+from looped.machine import Place, peak_memory, pick_device
 from looped.memory import less_memory
 
 
@@ -76,3 +76,11 @@ def stop_diverged(run, step: int) -> None:
         text = f"stopped at step {step}: {steps}, had no finite loss or gradient; {advice}"
         print(text, file=sys.stderr)
     sys.exit(1)
+
+
+def stop_flag(caught: list, place: Place) -> torch.Tensor:
+    """1 on every rank where one of them caught a signal."""
+    asked = torch.full((), float(bool(caught)), device=place.device)
+    if place.world > 1:
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+    return asked

@@ -3,9 +3,12 @@
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 from pathlib import Path
+
+import numpy as np
 
 from looped.console import fail, outside
 
@@ -95,3 +98,11 @@ def read_checked(path, wrong=None, advice="delete it and make it again"):
         if data.pop("checksum") != json_hash(data) or data["version"] != 1:
             raise ValueError("wrong checksum or version")
     return data
+
+
+def npy_header(rows, row):
+    """The head of a .npy file of uint16 rows: always 128 bytes, so it can be written last."""
+    head = io.BytesIO()
+    shape = {"descr": "<u2", "fortran_order": False, "shape": (rows, row)}
+    np.lib.format.write_array_header_1_0(head, shape)
+    return head.getvalue()

@@ -212,3 +212,19 @@ def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+@contextlib.contextmanager
+def exact_products(device):
+    """Within, float32 products are exact, not TF32. On a CPU each core takes batches of its own:
+    such small products gain little from being split.
+    """
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    threads = torch.get_num_threads()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_num_threads(1 if device.type == "cpu" else threads)
+    try:
+        yield threads
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.set_num_threads(threads)

@@ -119,19 +119,25 @@ def predict_memory(cfg, step: Step) -> Memory:
     others = other_parameters(cfg)
     stacks = matrix_stacks(cfg)
     by_muon = []
+    updated = []  # numbers of the stacks that are updated at once
     if step.optimizer == "muon":
         for stack in stacks:  # filled up, so that each device owns as many matrices
+            matrix = stack.rows * stack.columns
             filled = math.ceil(stack.count / step.world) * step.world
-            by_muon.append(filled / stack.count * stack.numbers())
+            by_muon.append(filled * matrix)
+            if step.world > 1:  # in thirds: muon.py
+                filled = math.ceil(stack.count / (3 * step.world)) * step.world
+            updated.append(filled * matrix)
     parameters = others + (sum(by_muon) or sum(stack.numbers() for stack in stacks))
     by_adamw = parameters - sum(by_muon)
     state = parameters + by_adamw + (parameters if step.world > 1 else 0)
-    # AdamW's numbers at once: compiled, the gradient's square for its norm; else its steps; and with update clipping two
+    # AdamW's largest table: compiled, the gradient's square for its norm; else its steps; and with update clipping two
     # more. Four copies of Muon's largest stack.
     copies = 1 if step.compiled else 3
     if step.optimizer == "adamw":
         copies += 2
-    temporary = [copies * by_adamw, *(4.15 * numbers for numbers in by_muon)]
+    table = cfg.vocab_size * cfg.d_model
+    temporary = [copies * table, *(4.15 * numbers for numbers in updated)]
     return Memory(
         weights=4.0 * parameters,
         gradients=4.0 * parameters,
@@ -161,9 +167,15 @@ def activation_bytes(cfg, step: Step) -> float:
         # what the two norms of a block, a loop's decay, the readout and the last norm read
         residual = cfg.d_model * (2 * blocks + loops + 2)
         kept += (step.residual_bytes - step.number_bytes) * tokens * residual
-    if step.compiled or step.number_bytes == 4:
+    if step.number_bytes == 4:
         return kept
-    copies = blocks * cfg.block_matmul() + cfg.vocab_size * cfg.d_model  # of the weights
+    # copies of the weights: one of the core's for all loops, and uncompiled, one for every other use
+    once = 0 if step.checkpoint_loops else cfg.n_core
+    if step.compiled:
+        copies = once * cfg.block_matmul()
+    else:
+        layers = blocks - once * (loops - 1)
+        copies = layers * cfg.block_matmul() + cfg.vocab_size * cfg.d_model
     return kept + step.number_bytes * copies
 
 

@@ -11,6 +11,7 @@ from helpers import assert_same_gradients, gradients
 from torch._dynamo.utils import counters
 
 from looped.depth import sample_depths
+from looped.linear import copied
 from looped.machine import Place
 from looped.memory import Step, activation_bytes, keep_less, warm_up
 from looped.validation import HeldOut, validate
@@ -137,7 +138,8 @@ def core_step_of(keeps_less: bool, **changes) -> tuple:
             kept[x.data_ptr()] = x.nbytes / 2
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+    with saved, copied(model.blocks[1:2], model.dtype):
         out = model.core_step(h, inputs, torch.zeros(2, dtype=torch.int64))
     found = gradients(model, out.float().square().sum())
     return sum(kept.values()), out, found | {"h": h.grad}

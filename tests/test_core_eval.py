@@ -28,7 +28,7 @@ from looped import core_prompts as prompts
 from looped import core_results, core_tasks
 from looped.core_tasks import Task
 from looped.files import file_hash
-from looped.machine import Place
+from looped.machine import Place, exact_products
 from looped.randomness import SEED_EVAL, sequence_key
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from looped.validation import HeldOut, validate
@@ -359,7 +359,7 @@ def test_a_model_in_training_can_be_evaluated(enc, net):
 
 def test_scoring_is_without_tf32():
     torch.backends.cuda.matmul.allow_tf32 = True
-    with ce.exact_products(torch.device("cpu")):
+    with exact_products(torch.device("cpu")):
         assert not torch.backends.cuda.matmul.allow_tf32
     assert torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -271,7 +271,7 @@ def test_a_killed_worker_ends_packing_in_one_line(folder, tokenizer, tmp_path):
     os.kill(workers()[0], signal.SIGKILL)
     said = process.communicate(timeout=90)[1].decode()
     assert process.returncode == 2 and said.count("\n") == 1
-    assert said.startswith("error: a packing process was killed") and "--workers 1" in said
+    assert said.startswith("error: a worker process was killed") and "--workers 1" in said
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])

@@ -194,12 +194,12 @@ STATIC = [
 
 # GiB at the peak of an update that is not compiled, on one of several ranks
 UPDATE = [
-    ("parcae-140m", Step(1, world=2, compiled=False), 2.37),
-    ("transformer-770m", Step(1, world=2, compiled=False), 11.81),
-    ("parcae-1.3b", Step(1, world=2, compiled=False), 19.91),
-    ("parcae-1.3b", Step(1, world=8, compiled=False), 12.48),
-    ("rdm-350m", Step(1, optimizer="adamw", world=2, compiled=False), 8.59),
-    ("parcae-rdm-100m", Step(1, optimizer="adamw", world=16, compiled=False), 1.09),
+    ("parcae-140m", Step(1, world=2, compiled=False), 1.94),
+    ("transformer-770m", Step(1, world=2, compiled=False), 9.77),
+    ("parcae-1.3b", Step(1, world=2, compiled=False), 16.78),
+    ("parcae-1.3b", Step(1, world=8, compiled=False), 11.71),
+    ("rdm-350m", Step(1, optimizer="adamw", world=2, compiled=False), 6.31),
+    ("parcae-rdm-100m", Step(1, optimizer="adamw", world=16, compiled=False), 1.03),
 ]
 
 

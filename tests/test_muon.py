@@ -6,11 +6,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import muon
 from model import PRESETS, Model
 from muon import POLAR_EXPRESS, AdamW, Muon, Optimizer, Rates, polar_express
 
 SHAPES = {"a": (6, 4), "b": (6, 4), "c": (4, 6), "d": (5, 5), "e": (7, 3), "f": (11,)}
-MATRICES = {"a", "b", "c", "d"}
+SHAPES |= dict.fromkeys("ghijk", (6, 4))
+MATRICES = set(SHAPES) - {"e", "f"}
 CLIPPED = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 0.0, "update_clip": True}
 
 
@@ -190,23 +192,31 @@ def test_groups_cover_every_parameter_as_the_paper_lists():
 
 
 def updated(rank=0, world=1):
-    """Three steps with Muon, then three of the clipped AdamW, on this rank's share of the gradient."""
+    """Three steps of two micro-batches with Muon, then three of the clipped AdamW, on this rank's share of the
+    gradient. "early": how many buffers were sent, of how many, when each step's last backward pass ended.
+    """
     params = parameters()
     share = (rank + 1) * 2 / (world * (world + 1))  # over the ranks they add up to 1
     clipped = [(AdamW(**CLIPPED), list(params.items()))]
+    early = []
     for make in (lambda: both(params, rank=rank, world=world),
                  lambda: Optimizer(clipped, rank=rank, world=world)):  # fmt: skip
         optimizer = make()
         for t in range(1, 4):
-            for name, p in params.items():
-                p.grad.add_(gradient(name, t) * share)
+            for part in (0.25, 0.75):
+                terms = [(p * gradient(name, t)).sum() for name, p in params.items()]
+                if part == 0.75:
+                    optimizer.reducer.before_last_backward()
+                (sum(terms) * share * part).backward()
+            early.append((len(optimizer.reducer.sent), len(optimizer.buffers)))
             out = optimizer.step(rates(t), torch.tensor([1.0]))
     weights = {name: p.detach().clone() for name, p in params.items()}
-    return {"weights": weights, "state": optimizer.state_dict(), "out": out}
+    return {"weights": weights, "state": optimizer.state_dict(), "out": out, "early": early}
 
 
 def worker(rank, world, folder):
     torch.set_num_threads(1)
+    muon.LARGE = 20
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world)
     result = updated(rank, world)
     if rank == 0:
@@ -224,3 +234,12 @@ def test_any_number_of_ranks_equals_one(world, tmp_path):
             a, b = many["state"][key][name], one["state"][key][name]
             assert torch.allclose(a, b, atol=1e-6), (key, name)
     assert abs(many["out"][0] / one["out"][0] - 1) < 1e-5 and many["out"][1] == world
+    # the first step learns in which order the gradients arrive
+    with_muon, clipped = many["early"][0][1], many["early"][3][1]
+    assert with_muon == {2: 6, 3: 7, 5: 6}[world] and clipped == 11
+    assert many["early"] == [
+        (0, with_muon),
+        *[(with_muon, with_muon)] * 2,
+        (0, 11),
+        *[(11, 11)] * 2,
+    ]

@@ -31,7 +31,7 @@ from dataloader import PackedData
 from looped import machine
 from looped.checkpoint import checkpoints, write_checkpoint
 from looped.core_tasks import load_panel
-from looped.depth import sample_depths
+from looped.depth import sample_depths, share_out
 from looped.endings import explain
 from looped.files import file_hash, read_checked, write_checked
 from looped.machine import HERE, environment
@@ -281,7 +281,7 @@ def test_deal_gives_every_sequence_once_and_ranks_equal_work():
     worst = []
     for step in range(100):
         n, k = sample_depths(cfg, 0, step, 256)
-        parts = train.share_out(n, k, 8)
+        parts = share_out(n, k, 8)
         assert sorted(np.concatenate(parts)) == list(range(256)) and {len(p) for p in parts} == {32}
         # in block applications: two core layers, prelude and coda 12, head 8.7, C and B e 0.4
         cost = np.array([(2 * n[p] + 6 * k[p]).sum() + 32 * 21.1 for p in parts])

@@ -1,0 +1,56 @@
+"""Linear layers whose weights are float32 and are used in the activations' dtype."""
+
+from collections.abc import Iterable
+from contextlib import contextmanager
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class LinearByCopy(torch.autograd.Function):
+    """x Wᵀ, read from a copy of W in the activations' dtype that several calls share.
+
+    W's gradient is made in the copy's dtype, as it is without a copy, but leaves in W's own, so that
+    autograd adds up the calls' in float32. x (..., in), weight and copy (out, in) -> (..., out).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, copy):
+        ctx.save_for_backward(x, copy)
+        ctx.dtype = weight.dtype
+        return F.linear(x, copy)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, copy = ctx.saved_tensors
+        dw = g.flatten(0, -2).T @ x.flatten(0, -2)
+        return g @ copy, dw.to(ctx.dtype), None
+
+
+class Linear(nn.Linear):
+    copy = None  # of the weight, in the activations' dtype, while the loops run
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__(n_in, n_out, bias=False)
+
+    def reset_parameters(self):
+        """Nothing: `Model.init_weights` draws them."""
+
+    def forward(self, x):
+        if self.copy is not None:
+            return LinearByCopy.apply(x, self.weight, self.copy)
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+@contextmanager
+def copied(blocks: Iterable, dtype: torch.dtype):
+    """Within, the blocks' matrices are cast once, and not at every use."""
+    linears = [m for block in blocks for m in block.modules() if isinstance(m, Linear)]
+    for linear in linears:
+        linear.copy = linear.weight.detach().to(dtype)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.copy = None

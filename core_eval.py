@@ -16,11 +16,9 @@ Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are Parcae's, nanochat
 seed 1234), and llm-foundry's (dclm). looped/core_tasks.py has the tasks, core_prompts.py the rules.
 """
 
-import argparse
 import functools
 import itertools
 import math
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,7 +32,17 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from dataloader import PackedData
-from looped.console import DAMAGE, Parser, fail, first_line, flag, outside, positive_int, run_cli
+from looped.console import (
+    DAMAGE,
+    Parser,
+    counts,
+    fail,
+    first_line,
+    flag,
+    outside,
+    positive_int,
+    run_cli,
+)
 from looped.core_prompts import EncodedTask, Example, Row, encode_task, line_encoder
 from looped.core_results import (
     ODD,
@@ -284,13 +292,6 @@ def quick_score(model, enc, panel: Panel, place: Place) -> dict:
 
 
 # -- the program -----------------------------------------------------------------------------------
-
-
-def counts(text: str) -> list[int]:
-    """An argparse type: whole numbers from 1 on between commas."""
-    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", text):
-        raise argparse.ArgumentTypeError(f"{text} must be whole numbers from 1 on, e.g. 1,2,4")
-    return sorted({int(x) for x in text.split(",")})
 
 
 def parse_args():

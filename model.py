@@ -322,6 +322,7 @@ class ModelConfig:
     )
     mlp: str = setting("relu2", "the MLP's nonlinearity; swiglu has a third matrix")
     qk_norm: bool = setting(True, "normalise queries and keys")
+    attention_scale: float = setting(1.0, "of the scores, times 1 / sqrt(head width)")
     value_embeds: bool = setting(True, "value tables, on every second layer")
     prelude_norm: bool = setting(True, "normalise the prelude's output")
     input_matrix: bool = setting(True, "the diagonal path's matrix B; without: the identity")
@@ -428,7 +429,8 @@ def rdm(parcae: ModelConfig) -> ModelConfig:
 
 
 SMALL = ModelConfig()
-NANO = replace(SMALL, input_matrix=False, readout=False)  # LOG.md: what B and C cost there
+# LOG.md: what B and C cost there, and what sharper attention learns
+NANO = replace(SMALL, input_matrix=False, readout=False, attention_scale=3.0)
 TINY = ModelConfig(vocab_size=4096, d_model=128, n_head=2, d_mlp=512)
 RDM_LARGE = ModelConfig(vocab_size=65536, seq_len=2048, d_model=1024, n_head=8, mu_rec=16)
 RDM_NANO = rdm_setup(SMALL, d_mlp=176)
@@ -486,6 +488,7 @@ class Attention(nn.Module):
         d = cfg.d_model
         self.n_head = cfg.n_head
         self.qk_norm = cfg.qk_norm
+        self.scale = cfg.attention_scale
         self.q = Linear(d, d)
         self.k = Linear(d, d)
         self.v = Linear(d, d)
@@ -507,6 +510,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = F.rms_norm(q, (q.size(-1),), eps=EPS)
             k = F.rms_norm(k, (k.size(-1),), eps=EPS)
+        q = q * self.scale
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, K)
         return self.o(y.transpose(1, 2).reshape(B, T, D))
 

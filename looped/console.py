@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import sys
 import time
@@ -116,3 +117,10 @@ def wait_until(ready, patience, what):
             print(f"waiting for {what}", flush=True)
         time.sleep(pause)
         polls += 1
+
+
+def counts(text: str) -> list[int]:
+    """An argparse type: whole numbers from 1 on between commas."""
+    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", text):
+        raise argparse.ArgumentTypeError(f"{text} must be whole numbers from 1 on, e.g. 1,2,4")
+    return sorted({int(x) for x in text.split(",")})

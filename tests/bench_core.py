@@ -116,7 +116,7 @@ def parse_args():
     add("--tokenizer", default="data/tokenizer.json", help="when no run is given")
     add("--panel", default="core-extended", choices=["core", "core-extended"])
     add("--protocol", default="parcae", choices=["parcae", "dclm"])
-    add("--depth", type=ce.counts, default="8", help="loops, between commas")
+    add("--depth", type=counts, default="8", help="loops, between commas")
     add("--seq-len", type=int, default=256, help="context of the random model, tokens")
     add("--max-per-task", type=int, default=100, help="examples")
     add("--budget", type=int, default=0, help="tokens a batch; 0 is core_eval's own")

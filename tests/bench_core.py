@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 from slow_core import slow_rendered, slow_task  # noqa: E402
 
 import core_eval as ce  # noqa: E402
-from looped.console import run_cli  # noqa: E402
+from looped.console import counts, run_cli  # noqa: E402
 from looped.core_prompts import line_encoder  # noqa: E402
 from looped.core_tasks import load_panel  # noqa: E402
 from looped.tokenizer import load_tokenizer  # noqa: E402

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.figures import table
+from looped.machine import PEAK_FLOPS
 from looped.memory import (
     CHUNK,
     FEW_TOKENS,
@@ -44,12 +45,12 @@ class Card:
 
 # fmt: off
 CARDS = {
-    "4090":    Card(memory=23.5,  peak=165e12,  products=100e12,  attention=80e12,  bandwidth=0.80e12, link=20e9,  price=0.4),
-    "A100-40": Card(memory=39.4,  peak=312e12,  products=190e12,  attention=150e12, bandwidth=1.25e12, link=230e9, price=1.3),
-    "A100-80": Card(memory=79.1,  peak=312e12,  products=190e12,  attention=150e12, bandwidth=1.65e12, link=230e9, price=1.8),
-    "H100":    Card(memory=79.1,  peak=989e12,  products=600e12,  attention=350e12, bandwidth=2.70e12, link=450e9, price=3.0),
-    "H200":    Card(memory=139.8, peak=989e12,  products=600e12,  attention=350e12, bandwidth=3.90e12, link=450e9, price=3.8),
-    "B200":    Card(memory=178.4, peak=2250e12, products=1200e12, attention=700e12, bandwidth=6.40e12, link=800e9, price=6.0),
+    "4090":    Card(memory=23.5,  peak=PEAK_FLOPS["4090"], products=100e12,  attention=80e12,  bandwidth=0.80e12, link=20e9,  price=0.4),
+    "A100-40": Card(memory=39.4,  peak=PEAK_FLOPS["A100"], products=190e12,  attention=150e12, bandwidth=1.25e12, link=230e9, price=1.3),
+    "A100-80": Card(memory=79.1,  peak=PEAK_FLOPS["A100"], products=190e12,  attention=150e12, bandwidth=1.65e12, link=230e9, price=1.8),
+    "H100":    Card(memory=79.1,  peak=PEAK_FLOPS["H100"], products=600e12,  attention=350e12, bandwidth=2.70e12, link=450e9, price=3.0),
+    "H200":    Card(memory=139.8, peak=PEAK_FLOPS["H200"], products=600e12,  attention=350e12, bandwidth=3.90e12, link=450e9, price=3.8),
+    "B200":    Card(memory=178.4, peak=PEAK_FLOPS["B200"], products=1200e12, attention=700e12, bandwidth=6.40e12, link=800e9, price=6.0),
 }
 # fmt: on
 CONTEXT = 0.6 * GIB  # CUDA's context and the kernels

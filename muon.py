@@ -278,7 +278,8 @@ class Reducer:
         self.sent: list = []  # in order
         for i, buffer in enumerate(buffers):
             for _, p in buffer.members:
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, i))
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(functools.partial(self._arrived, i))
 
     def before_last_backward(self) -> None:
         """To be called before the backward pass of a step's last micro-batch."""

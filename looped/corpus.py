@@ -413,8 +413,10 @@ def download(out, shards):
             fail(f"missing: {', '.join(todo)} ({e}); {again}")
         check_room(out, todo, size)
         first = bring(todo[0])
-        # not `with`, which would make Ctrl-C wait
-        reasons = [first, *ThreadPoolExecutor(DOWNLOADS).map(bring, todo[1:])]
+        # Not `with`, which would make Ctrl-C wait; but named, since Ctrl-C is lost in what Python calls
+        # when a pool is freed.
+        pool = ThreadPoolExecutor(DOWNLOADS)
+        reasons = [first, *pool.map(bring, todo[1:])]
     missing = [f"{name} ({reason})" for name, reason in zip(todo, reasons) if reason]
     if missing:
         fail(f"missing: {', '.join(missing)}; {again}")

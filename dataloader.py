@@ -240,9 +240,8 @@ def pack_jobs(pool, workers, folder, jobs, settings):
             continue
         busy = sum(not future.done() for future in running)
         if jobs and busy < workers and can_start():
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, {signal.SIGINT}
-            )  # inherited: looped/workers.py
+            # workers inherit the block, so that Ctrl-C reaches this process alone
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             running.append(pool.submit(pack_shard, folder, jobs.popleft(), settings))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         elif running:

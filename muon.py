@@ -273,8 +273,10 @@ class Reducer:
         self.members = [len(buffer.members) for buffer in buffers]
         self.order = list(range(len(buffers)))
         self.learned = False
-        self.missing: list[int] = []  # gradients of each buffer, in a step's last backward pass
-        self.complete: list[int] = []
+        # how many gradients each buffer still waits for; empty but in a step's last backward pass; a
+        # frozen parameter's never comes, so its buffer is sent at the end
+        self.missing: list[int] = []
+        self.complete: list[int] = []  # buffers, in the order in which they became so
         self.sent: list = []  # in order
         for i, buffer in enumerate(buffers):
             for _, p in buffer.members:
@@ -283,7 +285,7 @@ class Reducer:
 
     def before_last_backward(self) -> None:
         """To be called before the backward pass of a step's last micro-batch."""
-        self.missing = list(self.members)
+        self.missing, self.complete, self.sent = list(self.members), [], []
 
     def finish(self) -> None:
         """Sends what is left; afterwards each buffer's g is the sum."""
@@ -388,7 +390,8 @@ class Optimizer:
         """One update. sums: a 1-d float32 tensor of sums to add up over the ranks, the loss first.
 
         Returns a device tensor [squared gradient norm before clipping, summed sums …]. If the norm
-        or the loss is not finite, no rank changes anything. Nothing here waits for the device.
+        or the loss is not finite, no rank changes anything. Nothing here waits for the device, but for the first step on several
+        ranks, which learns the order of sending.
         """
         self.reducer.finish()
         squares = torch.stack([buffer.g.square().sum() for _, buffer in self.buffers])

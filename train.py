@@ -383,7 +383,7 @@ def training_step(
 
     Returns device scalars of the whole step, of all ranks: "loss" (nats per token), "grad_norm2"
     (before clipping), and `Model.statistics` as means over tokens, or maxima where the name ends in
-    _max. Nothing waits for the device.
+    _max. Nothing waits for the device, but for the first step on several ranks (muon.Reducer).
     """
     means: dict[str, torch.Tensor] = {}
     maxima: dict[str, torch.Tensor] = {}
@@ -666,7 +666,7 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
     if place.rank == 0:
         folder = Path(args.out)
         config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
-        defaults = dataclasses.asdict(PRESETS[args.preset])
+        defaults = dataclasses.asdict(ModelConfig())  # as `config_of` takes them
         if not folder.exists():
             check_sources(args, cfg, data)
         newest = prepare_run(folder, config, defaults, args.resume)

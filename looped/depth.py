@@ -183,7 +183,6 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     waits for the loops with gradient, keeps its state; other tokens still attend to it.
     """
     late = k.max() - k  # loops with gradient that pass before a row joins
-    # each loop's rows are among those of the loop before, or all join in order
     # whether the rows of every loop are the first so many
     nested = n.ndim == 1 and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
     if not nested:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 
 class LinearByCopy(torch.autograd.Function):
@@ -22,6 +23,7 @@ class LinearByCopy(torch.autograd.Function):
         return F.linear(x, copy)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         x, copy = ctx.saved_tensors
         dw = g.flatten(0, -2).T @ x.flatten(0, -2)
@@ -38,15 +40,20 @@ class Linear(nn.Linear):
         """Nothing: `Model.init_weights` draws them."""
 
     def forward(self, x):
-        if self.copy is not None:
-            return LinearByCopy.apply(x, self.weight, self.copy)
+        copy = self.copy  # read once: another thread's loops may end meanwhile
+        if copy is not None:
+            return LinearByCopy.apply(x, self.weight, copy)
         return F.linear(x, self.weight.to(x.dtype))
 
 
 @contextmanager
 def copied(blocks: Iterable, dtype: torch.dtype):
     """Within, the blocks' matrices are cast once, and not at every use."""
-    linears = [m for block in blocks for m in block.modules() if isinstance(m, Linear)]
+    linears = []
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, Linear) and module.weight.dtype != dtype:
+                linears.append(module)
     for linear in linears:
         linear.copy = linear.weight.detach().to(dtype)
     try:

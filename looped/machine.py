@@ -24,6 +24,7 @@ NETWORK = (
     "model.py",
     "looped/depth.py",
     "looped/hashes.py",
+    "looped/linear.py",
     "looped/mechanisms.py",
     "looped/ops.py",
     "looped/randomness.py",

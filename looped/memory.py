@@ -82,7 +82,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """Matrices of one shape, which Muon updates together."""
+    """Matrices of one shape, which Muon updates together; on several ranks a third at a time."""
 
     count: int
     rows: int
@@ -131,8 +131,8 @@ def predict_memory(cfg, step: Step) -> Memory:
     parameters = others + (sum(by_muon) or sum(stack.numbers() for stack in stacks))
     by_adamw = parameters - sum(by_muon)
     state = parameters + by_adamw + (parameters if step.world > 1 else 0)
-    # AdamW's largest table: compiled, the gradient's square for its norm; else its steps; and with update clipping two
-    # more. Four copies of Muon's largest stack.
+    # AdamW's largest buffer, a table: compiled, the gradient's square for its norm; else its steps; and with update
+    # clipping two more. Four copies of Muon's largest buffer.
     copies = 1 if step.compiled else 3
     if step.optimizer == "adamw":
         copies += 2
@@ -303,7 +303,8 @@ def steps_to_try(cfg, base: Step, counts: list, chunks: list, less_up_to: float)
     """Steps of so many rows, each first with the first of the loss chunks, then with those that take less memory.
 
     Those of at most `less_up_to` tokens at once are tried once more with less kept for the backward pass. That costs
-    less than half as many rows would: with few tokens, the casts of the weights take a large part of a step.
+    less than half as many rows would: with few tokens, what is done once a micro-batch, casts of the weights and sums of
+    their gradients, takes a large part of a step (parcae-1.3b: some 23 GB of kernels' tensors, and 17 a row).
     """
     steps = []
     for count, less, chunk in product(counts, (False, True), chunks):

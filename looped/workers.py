@@ -22,7 +22,9 @@ def end_with_parent(parent):
 
 @contextmanager
 def worker_pool(n):
-    """n processes that end with this one, or one thread; handles a worker's death and Ctrl-C."""
+    """n processes that end with this one, or one thread; handles a worker's death and Ctrl-C. n is
+    what the program was given as --workers.
+    """
     if n == 1:
         pool = ThreadPoolExecutor(1)
     else:

@@ -62,7 +62,7 @@ def same_run(line: dict, settings: dict) -> bool:
 
 @functools.cache
 def defaults() -> dict:
-    return asdict(ModelConfig()) | vars(train.parse_args([]))
+    return vars(train.parse_args([])) | asdict(ModelConfig())
 
 
 # -- from a run directory to a line

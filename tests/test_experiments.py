@@ -113,6 +113,15 @@ def steps(losses):
     return ledger.steps_of([{"step": i, "loss": x} for i, x in enumerate(losses, 1)])
 
 
+def test_what_a_line_lacks_had_the_default():
+    flags = ["--preset", "nano", "--tokens", "1e6", "--attention-scale"]
+    wanted, _ = ledger.wanted_settings([*flags, "1"])
+    known = {name: value for name, value in wanted.items() if name != "attention_scale"}
+    line = {"settings": known}
+    sharper, _ = ledger.wanted_settings([*flags, "3"])
+    assert ledger.same_run(line, wanted) and not ledger.same_run(line, sharper)
+
+
 def test_divergence_rule():
     divergence = ledger.divergence
     falling = [8 - 4 * i / 200 for i in range(200)]

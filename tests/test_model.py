@@ -1,5 +1,6 @@
 """The network against closed forms, a slow float64 network written from the equations (oracle.py), and naive loops."""
 
+import contextlib
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +18,8 @@ from helpers import (
 )
 from oracle import Oracle, hashed_state
 
-from looped.depth import DEPTH_LAWS, deepest, poisson_quantile, sample_depths
+from looped.depth import DEPTH_LAWS, deepest, even_plan, poisson_quantile, sample_depths
+from looped.linear import Linear
 from looped.mechanisms import PlainLoop
 from looped.randomness import hashed_normal, mix64, sequence_key, uniforms
 from model import (
@@ -460,6 +462,26 @@ def test_chunked_loss_equals_the_plain_one(chunk):
     got = model.loss(ids, targets, keys, *MIXED)[0] / 3
     assert abs(got - want) < 1e-5 * want
     assert_same_gradients(gradients(model, got), wanted)
+
+
+def test_the_loops_shared_copies_change_no_bit_and_are_gone_afterwards(monkeypatch):
+    """Loss and gradients in bfloat16 against a cast at every use; a pass that is cut off leaves no copy either."""
+    model = make(n_core=2)
+    model.dtype = torch.bfloat16
+    ids, targets, keys = token_batch(model.cfg, 4)
+    n, k = np.array([3, 1, 0, 2]), np.array([2, 2, 1, 2])
+
+    def gradients_now():
+        return gradients(model, model.loss(ids, targets, keys, n, k)[0])
+
+    shared = gradients_now()
+    for _ in model.unroll(*model.before(ids, keys), even_plan(4, 3, ids.device)):
+        break
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert all(linear.copy is None for linear in linears)
+    monkeypatch.setattr("model.copied", lambda blocks, dtype: contextlib.nullcontext())
+    for name, value in gradients_now().items():
+        assert torch.equal(value, shared[name]), name
 
 
 def test_chunked_loss_in_bfloat16_is_exact_for_sure_tokens():

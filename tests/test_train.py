@@ -315,7 +315,7 @@ def test_a_run_whose_config_lacks_a_field_resumes_with_its_default(base, packed,
     new.unlink()
     state = torch.load(old, weights_only=True)
     config = json.loads((run / "config.json").read_text())
-    for name in ("rope_theta", "granularity"):
+    for name in ("rope_theta", "granularity", "attention_scale"):
         del config["model"][name], state["config"][name]
     del config["args"]["clip"]
     (run / "config.json").write_text(json.dumps(config))

@@ -168,6 +168,8 @@ def main(argv=None):
             time_steps(variants, rows, args.rounds, place)
         except torch.OutOfMemoryError:
             place.say(f"{rows} rows do not fit beside the {len(variants)} models")
+            for variant in variants:
+                variant.optimizer.zero_grad()
             break
         fitting = rows
         for variant in variants:

@@ -100,7 +100,7 @@ def forward_and_backward(cfg: ModelConfig, step: Step, card: Card) -> dict[str, 
 def update_and_exchange(cfg: ModelConfig, optimizer: str, world: int, card: Card):
     """Seconds of an update, which the cards share: Muon's products, and the bytes of weights,
     gradients and moments; and of the gradients' reduce-scatter and the weights' all-gather,
-    float32, not overlapped.
+    float32, counted as if nothing ran beside them: `muon.Reducer` hides a part of the first.
     """
     flops = 0
     if optimizer == "muon":

@@ -308,21 +308,31 @@ def test_resumed_is_bitwise_uninterrupted_and_a_finished_run_is_left_alone(
     assert before == contents(run)
 
 
-def test_a_run_whose_config_lacks_a_field_resumes_with_its_default(base, packed, tmp_path):
-    """It was begun before the field was there."""
-    run = shutil.copytree(base, tmp_path / "r")
+def begun_before(base, run, names):
+    """A copy of a run, stopped half way, whose network's configuration lacks these fields."""
+    shutil.copytree(base, run)
     old, new = sorted(run.glob("step_*.pt"))
     new.unlink()
     state = torch.load(old, weights_only=True)
     config = json.loads((run / "config.json").read_text())
-    for name in ("rope_theta", "granularity", "attention_scale"):
+    for name in names:
         del config["model"][name], state["config"][name]
     del config["args"]["clip"]
     (run / "config.json").write_text(json.dumps(config))
     torch.save(state, old)
     Path(f"{old}.sha256").write_text(file_hash(old))
+    return run
+
+
+def test_a_run_whose_config_lacks_a_field_resumes_with_its_default(base, packed, tmp_path, capsys):
+    """It was begun before the field was there."""
+    run = begun_before(base, tmp_path / "r", ["rope_theta", "granularity"])
     here(packed, run, "--resume")
     assert_identical(run, base)
+    older = begun_before(base, tmp_path / "older", ["attention_scale"])  # nano's was 1 then
+    refused(capsys, lambda: here(packed, older, "--resume"), "--attention-scale 1.0 (now 3.0)")
+    here(packed, older, "--resume", "--attention-scale", 1)
+    assert len(checkpoints(older)) == 2
 
 
 def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):

@@ -322,7 +322,7 @@ class ModelConfig:
     )
     mlp: str = setting("relu2", "the MLP's nonlinearity; swiglu has a third matrix")
     qk_norm: bool = setting(True, "normalise queries and keys")
-    attention_scale: float = setting(1.0, "of the scores, times 1 / sqrt(head width)")
+    attention_scale: float = setting(1.0, "factor on attention scores, beside 1 / sqrt(head width)")
     value_embeds: bool = setting(True, "value tables, on every second layer")
     prelude_norm: bool = setting(True, "normalise the prelude's output")
     input_matrix: bool = setting(True, "the diagonal path's matrix B; without: the identity")

@@ -390,8 +390,8 @@ class Optimizer:
         """One update. sums: a 1-d float32 tensor of sums to add up over the ranks, the loss first.
 
         Returns a device tensor [squared gradient norm before clipping, summed sums …]. If the norm
-        or the loss is not finite, no rank changes anything. Nothing here waits for the device, but for the first step on several
-        ranks, which learns the order of sending.
+        or the loss is not finite, no rank changes anything. Nothing here waits for the device, but
+        for the first step on several ranks, which learns the order of sending.
         """
         self.reducer.finish()
         squares = torch.stack([buffer.g.square().sum() for _, buffer in self.buffers])

@@ -47,14 +47,11 @@ from looped.checkpoint import (
 from looped.console import first_line, flag
 from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, training_plan
 from looped.flops import flops_per_token
-from looped.linear import Linear, copied
+from looped.layers import EPS, Embedding, Linear, RMSNorm, copied
 from looped.machine import note_other_code, to_device
 from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
 from looped.ops import ChunkedCrossEntropy, attend, orthogonal, rope, spectral_norm
 from looped.randomness import SEED_INIT, hashed_normal, sequence_key
-
-EPS = 1e-5  # of every RMSNorm
-
 
 # -------------------------------------------------------------------------------------------------
 # The linear path of a loop
@@ -322,6 +319,9 @@ class ModelConfig:
     )
     mlp: str = setting("relu2", "the MLP's nonlinearity; swiglu has a third matrix")
     qk_norm: bool = setting(True, "normalise queries and keys")
+    key_offset: bool = setting(
+        False, "outside the loop, half of each key's channels are the preceding token's"
+    )
     attention_scale: float = setting(1.0, "factor on attention scores, beside 1 / sqrt(head width)")
     value_embeds: bool = setting(True, "value tables, on every second layer")
     prelude_norm: bool = setting(True, "normalise the prelude's output")
@@ -374,10 +374,12 @@ class ModelConfig:
             raise ValueError(f"--mu-bwd {self.mu_bwd} {advice}")
 
     def _check_shapes(self):
-        pair = 2 * self.n_head  # a head's channels rotate in pairs
-        if self.d_model % pair:
-            fits = math.ceil(self.d_model / pair) * pair
-            advice = f"is no even multiple of --n-head {self.n_head}; try --d-model {fits}"
+        # a head's channels rotate in pairs; half of the pairs may be offset
+        part = 4 if self.key_offset else 2
+        unit = part * self.n_head
+        if self.d_model % unit:
+            fits = math.ceil(self.d_model / unit) * unit
+            advice = f"is no multiple of {part} × --n-head {self.n_head}; try --d-model {fits}"
             raise ValueError(f"--d-model {self.d_model} {advice}")
         if not 0 < self.ssm_decay < 1:
             raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, excluded")
@@ -429,8 +431,8 @@ def rdm(parcae: ModelConfig) -> ModelConfig:
 
 
 SMALL = ModelConfig()
-# LOG.md: what B and C cost there, and what sharper attention learns
-NANO = replace(SMALL, input_matrix=False, readout=False, attention_scale=3.0)
+# LOG.md: what B and C cost there, and how copying is learned
+NANO = replace(SMALL, input_matrix=False, readout=False, attention_scale=3.0, key_offset=True)
 TINY = ModelConfig(vocab_size=4096, d_model=128, n_head=2, d_mlp=512)
 RDM_LARGE = ModelConfig(vocab_size=65536, seq_len=2048, d_model=1024, n_head=8, mu_rec=16)
 RDM_NANO = rdm_setup(SMALL, d_mlp=176)
@@ -464,30 +466,17 @@ PRESETS = {
 
 # -------------------------------------------------------------------------------------------------
 # Transformer pieces. Master weights are float32 and are cast to the activations' dtype: the core's
-# once for all loops (looped/linear.py), the others at every use. No autocast: its cache of casts
+# once for all loops (looped/layers.py), the others at every use. No autocast: its cache of casts
 # made under no_grad would cut the core's weights out of the gradient on some versions of torch.
 
 
-class Embedding(nn.Embedding):
-    def reset_parameters(self):
-        """Nothing: `Model.init_weights` draws them."""
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, d: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(d))
-
-    def forward(self, x):
-        return F.rms_norm(x, (x.size(-1),), self.weight.to(x.dtype), EPS)
-
-
 class Attention(nn.Module):
-    def __init__(self, cfg: ModelConfig, value_gate: bool):
+    def __init__(self, cfg: ModelConfig, value_gate: bool, key_offset: bool):
         super().__init__()
         d = cfg.d_model
         self.n_head = cfg.n_head
         self.qk_norm = cfg.qk_norm
+        self.key_offset = key_offset
         self.scale = cfg.attention_scale
         self.q = Linear(d, d)
         self.k = Linear(d, d)
@@ -510,8 +499,8 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = F.rms_norm(q, (q.size(-1),), eps=EPS)
             k = F.rms_norm(k, (k.size(-1),), eps=EPS)
-        q = q * self.scale
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, K)
+        q = q.transpose(1, 2) * self.scale  # (B, H, T, K)
+        y = attend(q, k.transpose(1, 2), v.transpose(1, 2), self.key_offset)
         return self.o(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -535,9 +524,9 @@ class Block(nn.Module):
     resnorm (RDM): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)
     """
 
-    def __init__(self, cfg: ModelConfig, value_gate: bool):
+    def __init__(self, cfg: ModelConfig, value_gate: bool, key_offset: bool):
         super().__init__()
-        self.attn = Attention(cfg, value_gate)
+        self.attn = Attention(cfg, value_gate, key_offset)
         self.mlp = MLP(cfg)
         self.norm1 = RMSNorm(cfg.d_model)
         self.norm2 = RMSNorm(cfg.d_model)
@@ -605,8 +594,11 @@ class Model(nn.Module):
         self.wte = Embedding(cfg.vocab_size, d)
         # numbered by unique layer: prelude, core, coda
         tables = cfg.value_layers()
-        blocks = [Block(cfg, i in tables) for i in range(cfg.n_layer())]
-        self.blocks = nn.ModuleList(blocks)
+        core = range(cfg.n_prelude, cfg.n_prelude + cfg.n_core)
+        self.blocks = nn.ModuleList()
+        for layer in range(cfg.n_layer()):
+            key_offset = cfg.key_offset and layer not in core
+            self.blocks.append(Block(cfg, layer in tables, key_offset))
         self.ve = nn.ModuleDict({str(i): Embedding(cfg.vocab_size, d) for i in tables})
         self.norm_f = RMSNorm(d)
         self.norm_e = RMSNorm(d) if cfg.n_core and cfg.prelude_norm else None

@@ -24,7 +24,7 @@ NETWORK = (
     "model.py",
     "looped/depth.py",
     "looped/hashes.py",
-    "looped/linear.py",
+    "looped/layers.py",
     "looped/mechanisms.py",
     "looped/ops.py",
     "looped/randomness.py",

@@ -33,7 +33,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EPS = 1e-5  # as every RMSNorm of model.py
+from looped.layers import EPS
+
 INDICES = 4  # Q / mu_rec: a depth of Poisson(8) exceeds 32 with probability 3e-11
 
 

@@ -14,12 +14,24 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.cat([y1, y2], dim=-1)
 
 
-def attend(q, k, v):
-    """Causal attention on (B, H, T, K).
+def offset_keys(k: torch.Tensor) -> torch.Tensor:
+    """Keys (B, H, T, K) whose more slowly rotating half of channels is the preceding token's; before
+    the first token: 0. So a query finds what followed an earlier occurrence in one layer, not two.
+    """
+    fast, _, its_partner, _ = k.chunk(4, dim=-1)  # `rope` pairs channels c and c + K/2
+    before = F.pad(k, (0, 0, 1, 0))[:, :, :-1]
+    _, slow, _, slow_partner = before.chunk(4, dim=-1)
+    return torch.cat([fast, slow, its_partner, slow_partner], dim=-1)
+
+
+def attend(q, k, v, key_offset: bool = False):
+    """Causal attention on (B, H, T, K); key_offset: on `offset_keys` of k.
 
     For short bfloat16 rows on a CPU two matrix products take half the time of torch's kernel
     (LOG.md); scores are then rounded to bfloat16, as every other activation is.
     """
+    if key_offset:
+        k = offset_keys(k)
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or q.size(2) > 512:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     tokens = q.size(2)

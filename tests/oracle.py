@@ -66,6 +66,11 @@ class Oracle:
             queries, keys = rotate(q[:, own], c.rope_theta), rotate(k[:, own], c.rope_theta)
             if c.qk_norm:
                 queries, keys = rms(queries), rms(keys)
+            outside = not c.n_prelude <= layer < c.n_prelude + c.n_core
+            if c.key_offset and outside:
+                slow = torch.arange(K) % (K // 2) >= K // 4
+                before = torch.cat([torch.zeros_like(keys[:1]), keys[:-1]])
+                keys = torch.where(slow, before, keys)
             values = v[:, own]
             if table is not None:
                 gate = 1 / (1 + torch.exp(-(x[:, :32] @ self.w[at + "gate.weight"][head])))

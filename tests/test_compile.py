@@ -11,7 +11,7 @@ from helpers import assert_same_gradients, gradients
 from torch._dynamo.utils import counters
 
 from looped.depth import sample_depths
-from looped.linear import copied
+from looped.layers import copied
 from looped.machine import Place
 from looped.memory import Step, activation_bytes, keep_less, warm_up
 from looped.validation import HeldOut, validate

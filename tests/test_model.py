@@ -19,7 +19,7 @@ from helpers import (
 from oracle import Oracle, hashed_state
 
 from looped.depth import DEPTH_LAWS, deepest, even_plan, poisson_quantile, sample_depths
-from looped.linear import Linear
+from looped.layers import Linear
 from looped.mechanisms import PlainLoop
 from looped.randomness import hashed_normal, mix64, sequence_key, uniforms
 from model import (
@@ -174,9 +174,9 @@ VARIANTS = [
     {"gain": "zoh", "n_core": 2, "n_prelude": 2, "n_coda": 2},
     {"block": "resnorm", "mlp": "swiglu", "value_embeds": False, "qk_norm": False, "readout": False},
     {"prelude_norm": False, "state_init": "zero"},
-    {"state_init": "normal", "rope_theta": 100.0},
+    {"state_init": "normal", "rope_theta": 100.0, "key_offset": True},
     {"input_matrix": False, "readout": False, "attention_scale": 3.0},
-    {"n_core": 0, "n_prelude": 3, "n_coda": 0},
+    {"n_core": 0, "n_prelude": 3, "n_coda": 0, "key_offset": True},
 ]  # fmt: skip
 
 
@@ -553,6 +553,7 @@ def test_checkpointed_loops_are_computed_again_and_give_the_same_gradients(granu
 
 REFUSED = (
     ({"n_head": 3}, "--n-head 3; try --d-model 18"), ({"d_model": 33, "n_head": 1}, "try --d-model 34"),
+    ({"d_model": 18, "n_head": 1, "key_offset": True}, "no multiple of 4 × --n-head 1; try --d-model 20"),
     ({"mu_bwd": 9}, "--mu-bwd 9"), ({"mu_rec": 0}, "--mu-rec 0"), ({"streams": 0}, "--streams 0"),
     ({"ssm_decay": 1.0}, "--ssm-decay 1.0"), ({"rope_theta": 0.0}, "--rope-theta 0.0"),
     ({"mechanism": "attnres", "granularity": "token"}, "--mechanism attnres .*--granularity token"),

@@ -23,7 +23,8 @@ from core_eval import open_run
 from looped.checkpoint import write_checkpoint
 from looped.console import Parser, fail, first_line, run_cli
 from looped.files import file_hash, write_atomic, write_checked
-from model import CHOICES, EPS, Model, ModelConfig, config_of
+from looped.layers import EPS
+from model import CHOICES, Model, ModelConfig, config_of
 from tools.hf_tokenizer import read_tokenizer, tokenizer_to_hf
 
 # fmt: off

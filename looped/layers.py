@@ -1,4 +1,4 @@
-"""Linear layers whose weights are float32 and are used in the activations' dtype."""
+"""Layers whose weights are float32 and are used in the activations' dtype."""
 
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -7,6 +7,22 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+
+EPS = 1e-5  # of every RMSNorm
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self):
+        """Nothing: `Model.init_weights` draws them."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, d: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d))
+
+    def forward(self, x):
+        return F.rms_norm(x, (x.size(-1),), self.weight.to(x.dtype), EPS)
 
 
 class LinearByCopy(torch.autograd.Function):

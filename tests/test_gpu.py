@@ -19,6 +19,7 @@ import tools.plan
 from looped import memory
 from looped.machine import Place
 from looped.memory import FEW_TOKENS, GIB, Step, check_room, predict_memory, steps_to_try
+from looped.ops import offset_keys
 from model import PRESETS, Model
 from muon import Optimizer, Rates
 from tools.plan import CARDS, plan
@@ -52,7 +53,9 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def flash_attention(q, k, v):
+def flash_attention(q, k, v, key_offset=False):
+    if key_offset:
+        k = offset_keys(k)
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 

@@ -85,9 +85,10 @@ def configurations():
         {"mechanism": "attnres"},
         {"granularity": "token"},
         {"gain": "zoh"},
+        {"key_offset": True},
     ):
-        (value,) = change.values()
-        yield pytest.param("parcae-140m", replace(looped, **change), id=value)
+        (setting,) = change.items()
+        yield pytest.param("parcae-140m", replace(looped, **change), id=" ".join(map(str, setting)))
 
 
 def some_depths(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:

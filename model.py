@@ -297,7 +297,7 @@ def setting(default, about: str):
 @dataclass
 class ModelConfig:
     """The network. n_core = 0 makes it a plain Transformer. The defaults are the paper's model at
-    the size of `nano`, which itself has no B and C, sharper attention and a key offset.
+    the size of `nano`, which itself has less of the frame, and attention that copies sooner.
     """
 
     vocab_size: int = setting(1024, "entries of the tokenizer")
@@ -431,8 +431,16 @@ def rdm(parcae: ModelConfig) -> ModelConfig:
 
 
 SMALL = ModelConfig()
-# LOG.md: what B and C cost there, and how copying is learned
-NANO = replace(SMALL, input_matrix=False, readout=False, attention_scale=3.0, key_offset=True)
+# LOG.md: what B, C, the prelude norm and a random start cost there, and how copying is learned
+NANO = replace(
+    SMALL,
+    input_matrix=False,
+    readout=False,
+    prelude_norm=False,
+    state_init="zero",
+    attention_scale=3.0,
+    key_offset=True,
+)
 TINY = ModelConfig(vocab_size=4096, d_model=128, n_head=2, d_mlp=512)
 RDM_LARGE = ModelConfig(vocab_size=65536, seq_len=2048, d_model=1024, n_head=8, mu_rec=16)
 RDM_NANO = rdm_setup(SMALL, d_mlp=176)

@@ -179,7 +179,7 @@ def components(scale):
     else:
         changes["+ constrained Ā"] = "--granularity batch --no-prelude-norm"
     changes["+ per-sequence depth"] = "--no-prelude-norm"
-    changes["+ prelude norm"] = ""
+    changes["+ prelude norm"] = "--prelude-norm"
     return [rows(changes, tokens=LENGTHS.get(scale.name, 0))]
 
 
@@ -207,26 +207,29 @@ def bridge(scale):
 
 
 def frame(scale):
-    """What the looped frame costs beside a Transformer: B, C and the random start; with one loop,
-    where loops give nothing back, and with eight. Last, what becomes of the decay at mu_rec 2.
+    """What the looped frame costs beside a Transformer: B, C, the prelude norm and the random start;
+    with eight loops, and with one, where loops give nothing back. Last, what becomes of the decay
+    at mu_rec 2.
     """
+    paper = "--input-matrix --readout --prelude-norm --state-init like-init"
     once = "--sampling fixed --mu-rec 1"
-    bare = "--no-prelude-norm --state-init zero"
     changes = {
         "nano": "",
         "with B": "--input-matrix",
         "with C": "--readout",
-        "with B and C, the paper's": "--input-matrix --readout",
-        "zero start": "--state-init zero",
+        "with the prelude norm": "--prelude-norm",
+        "with a random start": "--state-init like-init",
+        "with all four, the paper's": paper,
         "all loops with gradient": "--mu-bwd 8",
         "one loop": once,
-        "one loop, zero start, no prelude norm": f"{once} {bare}",
-        "one loop, zero start, no prelude norm, with B": f"{once} {bare} --input-matrix",
         "one loop, with B": f"{once} --input-matrix",
-        "one loop, with B and C": f"{once} --input-matrix --readout",
+        "one loop, with C": f"{once} --readout",
+        "one loop, with the prelude norm": f"{once} --prelude-norm",
+        "one loop, with a random start": f"{once} --state-init like-init",
+        "one loop, with all four": f"{once} {paper}",
         "mu_rec 2": "--mu-rec 2",
         "mu_rec 2, both loops with gradient": "--mu-rec 2 --mu-bwd 2",
-        "mu_rec 2, zero start": "--mu-rec 2 --state-init zero",
+        "mu_rec 2, random start": "--mu-rec 2 --state-init like-init",
         "mu_rec 2, fixed depth": "--mu-rec 2 --sampling fixed",
     }
     return [[*rows(changes), Arm("Transformer", preset="transformer")]]

@@ -22,6 +22,7 @@ import train
 from looped.console import outside
 from looped.logs import Run, read_run
 from looped.run_directory import FREE
+from looped.settings import LOOP_FLAGS
 from model import ModelConfig
 
 LEDGER = Path("results/runs.jsonl")
@@ -55,9 +56,15 @@ def wanted_settings(flags: list[str], ranks: int = 1) -> tuple[dict, float]:
 
 
 def same_run(line: dict, settings: dict) -> bool:
-    """Whether a line was made with these settings; what it lacks had the default of today."""
+    """Whether a line was made with these settings; what it lacks had the default of today. A
+    Transformer heeds no flag of the loop.
+    """
     known = defaults() | line["settings"]
-    return settings.items() <= known.items()
+    unheeded = set() if known["n_core"] else LOOP_FLAGS
+    for name, value in settings.items():
+        if known.get(name) != value and name not in unheeded:
+            return False
+    return True
 
 
 @functools.cache

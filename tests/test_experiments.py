@@ -122,6 +122,14 @@ def test_what_a_line_lacks_had_the_default():
     assert ledger.same_run(line, wanted) and not ledger.same_run(line, sharper)
 
 
+def test_a_transformer_heeds_no_flag_of_the_loop():
+    for preset, same in (("transformer-nano", True), ("nano", False)):
+        wanted, _ = ledger.wanted_settings(["--preset", preset, "--tokens", "1e6"])
+        other = wanted | {"prelude_norm": not wanted["prelude_norm"]}
+        assert ledger.same_run({"settings": other}, wanted) == same
+        assert not ledger.same_run({"settings": wanted | {"key_offset": False}}, wanted)
+
+
 def test_divergence_rule():
     divergence = ledger.divergence
     falling = [8 - 4 * i / 200 for i in range(200)]

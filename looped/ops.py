@@ -15,13 +15,14 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def offset_keys(k: torch.Tensor) -> torch.Tensor:
-    """Keys (B, H, T, K) whose more slowly rotating half of channels is the preceding token's; before
-    the first token: 0. So a query finds what followed an earlier occurrence in one layer, not two.
+    """Keys (B, H, T, K) whose more slowly rotating half of channels is the preceding token's, 0 for
+    the first. So a query finds what followed an earlier occurrence in one layer, not two.
     """
-    fast, _, its_partner, _ = k.chunk(4, dim=-1)  # `rope` pairs channels c and c + K/2
     before = F.pad(k, (0, 0, 1, 0))[:, :, :-1]
+    # `rope` pairs channel c with c + K/2, and turns the first pairs fastest
+    fast, _, fast_partner, _ = k.chunk(4, dim=-1)
     _, slow, _, slow_partner = before.chunk(4, dim=-1)
-    return torch.cat([fast, slow, its_partner, slow_partner], dim=-1)
+    return torch.cat([fast, slow, fast_partner, slow_partner], dim=-1)
 
 
 def attend(q, k, v, key_offset: bool = False):

@@ -14,6 +14,7 @@ import torch
 
 from looped.console import DAMAGE, fail, first_line, outside
 from looped.files import file_hash, write_atomic
+from looped.settings import LOOP_FLAGS
 
 STAY = 2  # newest checkpoints that are kept
 MISFIT = (*DAMAGE, RuntimeError)  # what a checkpoint of another model can raise
@@ -107,13 +108,16 @@ def read_checkpoint(path: Path) -> dict:
 
 def same_settings(state: dict, cfg) -> None:
     """ValueError where the settings a checkpoint was made with are not these; what an older one
-    lacks had its default.
+    lacks had its default. A model without a loop heeds none of the loop's.
     """
     old = state.get("config")
     if old is None:
         return
+    unheeded = set() if cfg.n_core else LOOP_FLAGS
     differing = []
     for known in fields(cfg):
+        if known.name in unheeded:
+            continue
         was = old.get(known.name, known.default)
         now = getattr(cfg, known.name)
         if was != now:

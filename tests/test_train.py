@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
@@ -29,7 +29,7 @@ import core_eval
 import train
 from dataloader import PackedData
 from looped import machine
-from looped.checkpoint import checkpoints, write_checkpoint
+from looped.checkpoint import checkpoints, same_settings, write_checkpoint
 from looped.core_tasks import load_panel
 from looped.depth import sample_depths, share_out
 from looped.endings import explain
@@ -37,6 +37,7 @@ from looped.files import file_hash, read_checked, write_checked
 from looped.machine import HERE, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
+from looped.run_directory import differences
 from looped.settings import settle, settle_optimizer
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from model import PRESETS, Model, load_run
@@ -333,6 +334,22 @@ def test_a_run_whose_config_lacks_a_field_resumes_with_its_default(base, packed,
     refused(capsys, lambda: here(packed, older, "--resume"), "--attention-scale 1.0 (now 3.0)")
     here(packed, older, "--resume", "--attention-scale", 1)
     assert len(checkpoints(older)) == 2
+
+
+@pytest.mark.parametrize("preset", ["transformer-nano", "nano"])
+def test_a_model_without_a_loop_heeds_none_of_the_loops_settings(preset):
+    cfg = PRESETS[preset]
+    before = replace(cfg, prelude_norm=not cfg.prelude_norm)
+    same = {"args": {}, "tokenizer": {"sha256": ""}, "data": {"sha256": ""}}
+    old, new = (same | {"model": asdict(c)} for c in (before, cfg))
+    differing = differences(old, new, old["model"])
+    if cfg.n_core:
+        assert len(differing) == 1
+        with pytest.raises(ValueError, match="prelude_norm"):
+            same_settings({"config": old["model"]}, cfg)
+    else:
+        assert not differing
+        same_settings({"config": old["model"]}, cfg)
 
 
 def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):

@@ -297,7 +297,7 @@ def setting(default, about: str):
 @dataclass
 class ModelConfig:
     """The network. n_core = 0 makes it a plain Transformer. The defaults are the paper's model at
-    the size of `nano`, which itself has less of the frame, and attention that copies sooner.
+    the size of `nano`, which itself departs from it: NANO, below.
     """
 
     vocab_size: int = setting(1024, "entries of the tokenizer")

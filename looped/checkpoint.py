@@ -14,7 +14,7 @@ import torch
 
 from looped.console import DAMAGE, fail, first_line, outside
 from looped.files import file_hash, write_atomic
-from looped.settings import LOOP_FLAGS
+from looped.settings import unheeded
 
 STAY = 2  # newest checkpoints that are kept
 MISFIT = (*DAMAGE, RuntimeError)  # what a checkpoint of another model can raise
@@ -113,14 +113,11 @@ def same_settings(state: dict, cfg) -> None:
     old = state.get("config")
     if old is None:
         return
-    unheeded = set() if cfg.n_core else LOOP_FLAGS
     differing = []
     for known in fields(cfg):
-        if known.name in unheeded:
-            continue
         was = old.get(known.name, known.default)
         now = getattr(cfg, known.name)
-        if was != now:
+        if was != now and known.name not in unheeded(cfg.n_core):
             differing.append(f"{known.name} {was} (here {now})")
     if differing:
         raise ValueError(", ".join(differing))

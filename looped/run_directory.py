@@ -14,7 +14,7 @@ from looped.checkpoint import newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
 from looped.files import LOCK, file_hash, take_lock, write_atomic
 from looped.machine import note_other_code, peak_flops, peak_memory
-from looped.settings import LOOP_FLAGS
+from looped.settings import unheeded
 
 # Settings that may change when a run is continued; all others decide its numbers.
 FREE = {
@@ -40,14 +40,13 @@ def differences(old: dict, new: dict, defaults: dict) -> list[str]:
     old, new: contents of config.json; defaults: of the network's settings, for those that an older
     run lacks. A model without a loop heeds none of the loop's.
     """
-    unheeded = set() if new["model"]["n_core"] else LOOP_FLAGS
     names = []
     for name, value in new["args"].items():
         if name not in FREE and old["args"].get(name, value) != value:
             names.append(f"{flag(name)} {old['args'][name]} (now {value})")
     for name, value in new["model"].items():
         was = old["model"].get(name, defaults[name])
-        if was != value and name not in unheeded:
+        if was != value and name not in unheeded(new["model"]["n_core"]):
             names.append(f"{flag(name)} {was} (now {value})")
     for name in ("tokenizer", "data"):
         if old[name]["sha256"] != new[name]["sha256"]:

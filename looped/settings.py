@@ -32,6 +32,11 @@ LOOP_FLAGS = {
 DIAGONAL_FLAGS = ("gain", "input_matrix", "ssm_decay")
 
 
+def unheeded(n_core: int) -> set[str]:
+    """Network settings that change nothing in a model of so many core layers."""
+    return set() if n_core else LOOP_FLAGS
+
+
 def settle(args, cfg, recipe, world: int) -> int:
     """Fills in what was not given, from the recipe and from other settings; -> the number of steps.
 

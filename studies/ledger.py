@@ -22,7 +22,7 @@ import train
 from looped.console import outside
 from looped.logs import Run, read_run
 from looped.run_directory import FREE
-from looped.settings import LOOP_FLAGS
+from looped.settings import unheeded
 from model import ModelConfig
 
 LEDGER = Path("results/runs.jsonl")
@@ -60,9 +60,8 @@ def same_run(line: dict, settings: dict) -> bool:
     Transformer heeds no flag of the loop.
     """
     known = defaults() | line["settings"]
-    unheeded = set() if known["n_core"] else LOOP_FLAGS
     for name, value in settings.items():
-        if known.get(name) != value and name not in unheeded:
+        if known.get(name) != value and name not in unheeded(known["n_core"]):
             return False
     return True
 

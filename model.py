@@ -57,19 +57,19 @@ from looped.randomness import SEED_INIT, hashed_normal, sequence_key
 # The linear path of a loop
 
 
-# An input gain is a function of a, Δ and Δa, each of the shape of Δ.
+# An input gain is a function of a and Δ, which have one shape.
 
 
-def euler_gain(a: torch.Tensor, dt: torch.Tensor, dt_a: torch.Tensor) -> torch.Tensor:
+def euler_gain(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
     """Parcae: the first-order term of the held-input integral."""
     return dt
 
 
-def zoh_gain(a: torch.Tensor, dt: torch.Tensor, dt_a: torch.Tensor) -> torch.Tensor:
+def zoh_gain(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
     """Exact-ZOH: the integral itself, (1 - exp(-Δa)) / a, with full relative precision as Δa -> 0,
     where it is Δ.
     """
-    return -torch.expm1(-dt_a) / a
+    return -torch.expm1(-dt * a) / a
 
 
 GAINS = {"euler": euler_gain, "zoh": zoh_gain}
@@ -89,9 +89,8 @@ def discretise(
     """
     a = A_log.float().clamp(-40, 40).exp()
     dt = F.softplus(dt_bias.float().clamp(-40, 40))
-    dt_a = dt * a
-    decay = torch.exp(-dt_a.clamp(2.0**-24, 80.0))
-    return decay, GAINS[gain_rule](a, dt, dt_a)
+    decay = torch.exp(-(dt * a).clamp(2.0**-24, 80.0))
+    return decay, GAINS[gain_rule](a, dt)
 
 
 @dataclass

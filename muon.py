@@ -79,9 +79,10 @@ def muon_update(p, g, state: dict, rates: torch.Tensor, ok, dtype: torch.dtype):
     mean_square = g.square().mean(dim=dim, keepdim=True)
     second.lerp_(mean_square, 0.05 * ok)  # beta2 0.95
     scale = second.clamp_min(1e-10).rsqrt()
-    before = mean_square.sum(dim=(-2, -1), keepdim=True)
-    after = (mean_square * scale.square()).sum(dim=(-2, -1), keepdim=True).clamp_min(1e-10)
-    g = g * (scale * (before / after).sqrt())
+    # squared norms, but for a factor: of the update, and of the update times the scale
+    norm2 = mean_square.sum(dim=(-2, -1), keepdim=True)
+    scaled_norm2 = (mean_square * scale.square()).sum(dim=(-2, -1), keepdim=True).clamp_min(1e-10)
+    g = g * (scale * (norm2 / scaled_norm2).sqrt())
     rows, cols = p.shape[-2:]
     lr = lr * max(1.0, rows / cols) ** 0.5
     shrink = decay * p * (g * p >= 0)

@@ -25,8 +25,8 @@ GAIN = [
     (
         'GAINS = {"euler": euler_gain, "zoh": zoh_gain}',
         """
-def midpoint_gain(a, dt, dt_a):
-    return dt * torch.exp(-dt_a / 2)
+def midpoint_gain(a, dt):
+    return dt * torch.exp(-dt * a / 2)
 
 GAINS = {"euler": euler_gain, "zoh": zoh_gain, "midpoint": midpoint_gain}""",
     )

@@ -129,7 +129,7 @@ def score_batch(model, task, depths, seed, device, batch: list[Row]):
     ids, keys, at, targets = [to_device(x, device) for x in made]
     found = []
     for _, h in model.states(ids, depths, keys):
-        x = model.after(h, ids).flatten(0, 1)[at]  # (S, D)
+        x = model.coda(h, ids).flatten(0, 1)[at]  # (S, D)
         pieces = zip(x.split(4096), targets.split(4096))
         parts = [token_scores(model, some, theirs) for some, theirs in pieces]
         found.append(torch.cat(parts, 1))

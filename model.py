@@ -580,9 +580,10 @@ class LoopState:
 
 
 class Model(nn.Module):
-    """Three pieces: `before` the loop, `core_step` (one loop) and `after` it.
+    """The three equations at the head of this file are `prelude`, `core_step` and `coda`; `unroll`
+    runs the loops between.
 
-    torch.compile sees pieces (PIECES: after the loop, with the loss); the loop itself stays in
+    torch.compile sees these pieces (PIECES: the coda with its loss); the loop itself stays in
     Python, since its length varies.
     """
 
@@ -677,13 +678,31 @@ class Model(nn.Module):
                 names.add(name)
         return names
 
-    # -- the three pieces -------------------------------------------------------------------------
+    # -- prelude, core, coda ----------------------------------------------------------------------
+
+    def prelude(self, ids, cache=None):
+        """ids (B, T) -> e (B, T, D), the prelude's output."""
+        x = self.wte(ids).to(self.residual_dtype or self.dtype)
+        values = self.value_rows(ids, 0, self.cfg.n_prelude)
+        x = self.run_blocks(x, 0, values, cache)
+        return x if self.norm_e is None else self.norm_e(x)
+
+    def initial_state(self, e, keys, positions=None):
+        """h_0 (B, T, D), a function of (key, position, channel): see STATE_INITS."""
+        B, T, D = e.shape
+        std, cut = STATE_INITS[self.cfg.state_init]
+        if std == 0:
+            return torch.zeros_like(e)
+        if std is None:
+            std = input_std(D)
+        # a copy: a graph compiled for a view is compiled again when what it views changes shape
+        return hashed_normal(keys, T, D, std, cut, positions).to(e.dtype, copy=True)
 
     def before(self, ids, keys, cache=None):
         """ids (B, T), keys (B,) -> h_0 (B, T, D) and LoopInputs; a model without a loop: the
         prelude's output, None.
         """
-        e = self.encode(ids, cache)
+        e = self.prelude(ids, cache)
         if self.cfg.n_core == 0:
             return e, None
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
@@ -701,7 +720,7 @@ class Model(nn.Module):
         x = self.run_blocks(x, self.cfg.n_prelude, inputs.values, cache)
         return self.injection.finish(x, inputs)
 
-    def after(self, h, ids, cache=None):
+    def coda(self, h, ids, cache=None):
         """h after the last loop (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""
         cfg = self.cfg
         if self.C is not None:
@@ -710,24 +729,6 @@ class Model(nn.Module):
         values = self.value_rows(ids, first, cfg.n_coda)
         x = self.run_blocks(h, first, values, cache)
         return self.norm_f(x).to(self.dtype)
-
-    def encode(self, ids, cache=None):
-        """ids (B, T) -> e (B, T, D), the prelude's output."""
-        x = self.wte(ids).to(self.residual_dtype or self.dtype)
-        values = self.value_rows(ids, 0, self.cfg.n_prelude)
-        x = self.run_blocks(x, 0, values, cache)
-        return x if self.norm_e is None else self.norm_e(x)
-
-    def initial_state(self, e, keys, positions=None):
-        """h_0 (B, T, D), a function of (key, position, channel): see STATE_INITS."""
-        B, T, D = e.shape
-        std, cut = STATE_INITS[self.cfg.state_init]
-        if std == 0:
-            return torch.zeros_like(e)
-        if std is None:
-            std = input_std(D)
-        # a copy: a graph compiled for a view is compiled again when what it views changes shape
-        return hashed_normal(keys, T, D, std, cut, positions).to(e.dtype, copy=True)
 
     def value_rows(self, ids, first: int, count: int) -> list:
         """Value-table rows of the tokens for a range of unique layers: (B, T, D) each, None where
@@ -773,13 +774,13 @@ class Model(nn.Module):
             return ChunkedCrossEntropy.apply(x, self.wte.weight, targets, self.loss_chunk)
         return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
-    def after_loss(self, h, ids, targets):
+    def coda_loss(self, h, ids, targets):
         """The last loop's h (B, T, D) -> summed cross-entropy of a micro-batch, nats, float32."""
-        return self.head_loss(self.after(h, ids).flatten(0, 1), targets.flatten())
+        return self.head_loss(self.coda(h, ids).flatten(0, 1), targets.flatten())
 
     def token_losses(self, h, ids, targets):
         """The last loop's h (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
-        x = self.after(h, ids).flatten(0, 1)
+        x = self.coda(h, ids).flatten(0, 1)
         size = self.loss_chunk or len(x)
         losses = []
         for part, target in zip(x.split(size), targets.flatten().split(size), strict=True):
@@ -871,7 +872,7 @@ class Model(nn.Module):
             name = self.cfg.mechanism
             raise ValueError(f"--mechanism {name} needs a law of depths whose rows loop together")
         state = self.run_loops(h, inputs, plan)
-        loss = self.after_loss(state.h, ids, targets)
+        loss = self.coda_loss(state.h, ids, targets)
         return loss, self.statistics(state, inputs)
 
     @torch.no_grad()
@@ -914,7 +915,7 @@ class Model(nn.Module):
     def hidden(self, ids, depth: int, keys):
         """Normed final hidden state (B, T, D). Right padding is inert (causal)."""
         ((_, h),) = self.states(ids, [depth], keys)
-        return self.after(h, ids)
+        return self.coda(h, ids)
 
     @torch.no_grad()
     def losses(self, ids, targets, depths: list[int], keys) -> dict[int, torch.Tensor]:
@@ -937,19 +938,19 @@ class Model(nn.Module):
 
     # -- compilation ------------------------------------------------------------------------------
 
-    PIECES = ("before", "core_step", "after_loss", "token_losses")
+    PIECES = ("before", "core_step", "coda_loss", "token_losses")
 
     def compile_pieces(self, backend: str = "inductor", for_cpu: bool = False) -> None:
         """Replaces the pieces by compiled ones; for_cpu: those alone for which it pays there.
 
         core_step gets a graph for all rows of a micro-batch, one for any number of active rows and
         one for a single row, each with and without gradient; `before` one with and one
-        without, after_loss one with, token_losses one without. Then no more compiling.
+        without, coda_loss one with, token_losses one without. Then no more compiling.
         """
         self.is_compiled = True
         pieces = self.PIECES
         if for_cpu:  # LOG.md, "Compiling on a CPU"
-            pieces = ("before", "core_step", "after_loss")
+            pieces = ("before", "core_step", "coda_loss")
             self.initial_state = torch.compiler.disable(self.initial_state)
         for name in pieces:
             dynamic = None if name == "core_step" else False

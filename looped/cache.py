@@ -6,7 +6,7 @@ Keys and values of past tokens, so that a text can be read piece by piece.
     h, inputs = model.before(ids, keys, cache)
     for state in model.unroll(h, inputs, plan, cache):
         h = state.h
-    x = model.after(h, ids, cache)                    # to rounding what the whole text gives at one depth
+    x = model.coda(h, ids, cache)                     # as for the whole text at one depth, but for rounding
 
 A layer outside the loop has one slot; a core layer has one for each loop, since its keys and values
 differ from loop to loop. A token may leave the loop early: later tokens that loop on find its last

@@ -62,7 +62,7 @@ def test_states_at_several_depths_equal_the_oracles(mechanism):
     rows = [oracle.states(ids[i], int(keys[i]), 9, 0) for i in (0, 1)]
     for depth, h in model.states(ids, [7, 1, 0, 9], keys):
         assert torch.allclose(h, torch.stack([row[depth] for row in rows]), atol=1e-5)
-        assert torch.allclose(model.after(h, ids), model.hidden(ids, depth, keys), rtol=1e-9)
+        assert torch.allclose(model.coda(h, ids), model.hidden(ids, depth, keys), rtol=1e-9)
 
 
 @BOTH

@@ -205,7 +205,7 @@ def test_states_and_losses_at_several_depths_equal_the_oracles():
     losses = model.losses(ids, targets, [7, 1, 0, 3], keys)
     for depth, h in model.states(ids, [7, 1, 0, 3], keys):
         assert torch.allclose(h, torch.stack([row[depth] for row in rows]), atol=1e-5)
-        assert torch.allclose(model.after(h, ids), model.hidden(ids, depth, keys), atol=1e-9)
+        assert torch.allclose(model.coda(h, ids), model.hidden(ids, depth, keys), atol=1e-9)
         for i in (0, 1):
             want = oracle.token_losses(rows[i][depth], ids[i], targets[i])
             assert torch.allclose(losses[depth][i].double(), want, atol=1e-5)

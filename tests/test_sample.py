@@ -94,7 +94,7 @@ def slow(model, row, key, depth):
         for cache.loop in range(depth.loops):
             last = answer
             h = model.core_step(h, inputs, torch.tensor([cache.loop]), cache)
-            answer = model.head(model.after(h, token, cache))[0, 0].log_softmax(-1)
+            answer = model.head(model.coda(h, token, cache))[0, 0].log_softmax(-1)
             change = np.inf if last is None else (answer.exp() * (answer - last)).sum()
             if depth.threshold is not None and change < depth.threshold:
                 break

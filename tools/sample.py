@@ -74,7 +74,7 @@ def read(model, ids, positions, keys, cache, depth: Depth):
         plan = even_plan(len(ids), depth.loops, ids.device)
         for state in model.unroll(h, inputs, plan, cache):
             h = state.h
-    return model.after(h, ids, cache), torch.full_like(ids, depth.loops)
+    return model.coda(h, ids, cache), torch.full_like(ids, depth.loops)
 
 
 def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
@@ -92,7 +92,7 @@ def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
 
     for state in model.unroll(h, inputs, plan(), cache):
         taken += live
-        hidden = model.after(state.h, ids, cache)  # what the coda keeps is of the last answer
+        hidden = model.coda(state.h, ids, cache)  # what the coda keeps is of the last answer
         answer = model.head(wide(hidden)).log_softmax(-1)  # (B, 1, V)
         if last is not None:
             change = (answer.exp() * (answer - last)).sum(-1)

@@ -34,52 +34,36 @@ class Run:
     notes: list[str]  # what is wrong with the run
 
 
+ADVICE = "restore it, or delete it and make it again"
+
+
 def read_json(path: Path):
-    with outside(f"{path} is damaged", "restore it, or delete it and make it again"):
+    with outside(f"{path} is damaged", ADVICE):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-NUMBER = (int, float)
-NEEDED = {  # of config.json, with the types; of its parts by a dot
-    "args": dict,
-    "model": dict,
-    "model.mu_rec": int,
-    "data.path": str,
-    "data.sha256": (str, type(None)),
-    "tokenizer.sha256": str,
-    "git": dict,
-    "versions": dict,
-    "device": str,
-    "dtype": str,
-    "params": NUMBER,
-    "flops_per_token": NUMBER,
+def by_depth(losses: dict) -> dict[int, float]:
+    """JSON's keys are strings."""
+    return {int(depth): float(loss) for depth, loss in losses.items()}
+
+
+def number(value) -> float | None:
+    return None if value is None else float(value)
+
+
+# What the files' parts are made into, which must all be there.
+CONFIG = dict.fromkeys(["args", "model", "data", "tokenizer", "git", "versions"], dict)
+CONFIG |= {"device": str, "dtype": str, "params": int, "flops_per_token": float}
+RECORDS = {
+    "train": {"step": int, "tokens": int, "loss": float},
+    "eval": {"step": int, "tokens": int, "eval_tokens": int, "loss": by_depth, "bpb": by_depth},
 }
+AVERAGE = {"name": str, "mean": number, "std": number, "tasks_done": int, "tasks_total": int}
 
 
-def expect(value, kind, name: str):
-    """The value, if it is of this type (or one of these); else TypeError."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} is {json.dumps(value)[:40]}")
-    return value
-
-
-def by_depth(entries: dict, kind) -> dict:
-    """JSON's keys are strings; the values are of this type."""
-    return {int(depth): expect(entry, kind, f"depth {depth}") for depth, entry in entries.items()}
-
-
-def check_record(record: dict) -> None:
-    """TypeError or KeyError where a training record or evaluation is not one."""
-    for name in ("step", "tokens"):
-        expect(record[name], int, name)
-    for name, value in record.items():
-        if name not in ("kind", "loss", "bpb"):
-            expect(value, (*NUMBER, type(None)), name)
-    if record["kind"] == "train":
-        expect(record["loss"], NUMBER, "loss")
-    else:
-        record["loss"] = by_depth(record["loss"], NUMBER)
-        record["bpb"] = by_depth(record["bpb"], NUMBER)
+def converted(record: dict, kinds: dict) -> dict:
+    """The parts named in kinds {name: kind}; an error of DAMAGE where one is missing or no such."""
+    return {name: kind(record[name]) for name, kind in kinds.items()}
 
 
 def read_log(path: Path) -> tuple[list[dict], list[dict], list[int]]:
@@ -90,15 +74,15 @@ def read_log(path: Path) -> tuple[list[dict], list[dict], list[int]]:
     found = {"train": {}, "eval": {}}
     damaged = []
     text = path.read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
+    for i, line in enumerate(text.rstrip("\n").split("\n"), 1):
         try:
             record = json.loads(line)
-            if record["kind"] not in found:  # "start", "core"
-                continue
-            check_record(record)
-            found[record["kind"]][record["step"]] = record
+            kind = record.pop("kind")
+            if kind in found:  # not "start", "core"
+                kinds = dict.fromkeys(record, number) | RECORDS[kind]
+                found[kind][int(record["step"])] = converted(record, kinds)
         except DAMAGE:
-            damaged.append(number)
+            damaged.append(i)
     train, evals = (sorted(kind.values(), key=itemgetter("step")) for kind in found.values())
     return train, evals, damaged
 
@@ -109,20 +93,17 @@ def read_run(path: Path) -> Run:
     log_file = path / "log.jsonl"
     if not config_file.is_file() or not log_file.is_file():
         fail(f"{path} lacks config.json or log.jsonl; give directories that train.py made")
-    config = read_json(config_file)
-    with outside(f"{config_file} is not a run's", f"restore it, or leave {path} out"):
-        for name, kind in NEEDED.items():
-            value = expect(config, dict, "it")
-            for part in name.split("."):
-                value = expect(value, dict, name.split(".")[0])[part]
-            expect(value, kind, name)
     train, evals, damaged = read_log(log_file)
     if not train:
         lines = f" (line {damaged[0]} is damaged)" if damaged else ""
         fail(f"{log_file} has no step{lines}; continue the run with train.py --resume")
     last = evals[-1] if evals else {"step": 0, "loss": {}, "bpb": {}}
-    mu_rec = config["model"]["mu_rec"]
-    depth = nearest(last["loss"], mu_rec)
+    with outside(f"{config_file} is damaged", f"restore it, or leave {path} out"):
+        config = read_json(config_file)
+        config |= converted(config, CONFIG)
+        converted(config["tokenizer"], {"sha256": str})
+        data = converted(config["data"], {"path": Path, "sha256": str})
+        depth = nearest(last["loss"], int(config["model"]["mu_rec"]))
     return Run(
         name=path.name,
         path=path,
@@ -133,7 +114,7 @@ def read_run(path: Path) -> Run:
         core=read_scores(path),
         depth=depth,
         loss=last["loss"].get(depth, math.nan),
-        unigram=unigram_entropy(path, config["data"]["path"]),
+        unigram=unigram_entropy(path, data["path"]),
         notes=faults(train, last, damaged),
     )
 
@@ -142,28 +123,26 @@ def read_scores(path: Path) -> dict[CoreRules, dict[int, dict]]:
     """The run's files core_*_*.json, without depths whose evaluation was cut short."""
     core = {}
     for file in sorted(path.glob("core_*_*.json")):
-        record = read_json(file)
-        with outside(f"{file} is damaged", "restore it, or delete it and make it again"):
-            depths = by_depth(record.get("depths", {}), dict)
-            whole = {depth: scores for depth, scores in depths.items() if "aggregate" in scores}
-            for scores in whole.values():
-                check_scores(scores)
+        with outside(f"{file} is damaged", ADVICE):
+            record = read_json(file)
+            whole = {}
+            for depth, scores in record.get("depths", {}).items():
+                if "aggregate" in scores:
+                    whole[int(depth)] = scores_at(scores)
             if whole:
                 rules = [record.get(name) for name in CoreRules._fields]
                 core[CoreRules(*rules)] = whole
     return core
 
 
-def check_scores(scores: dict) -> None:
-    """TypeError or KeyError where the record of a depth is not one."""
-    for average in scores.keys() & {"aggregate", "core"}:
-        found = expect(scores[average], dict, average)
-        expect(found["name"], str, "name")
-        for name in ("mean", "std", "tasks_done", "tasks_total"):
-            expect(found[name], (*NUMBER, type(None)), name)
-    for group in ("categories_fine", "categories_ext"):
-        for name, mean in expect(scores.get(group, {}), dict, group).items():
-            expect(mean, (*NUMBER, type(None)), name)
+def scores_at(record: dict) -> dict:
+    """What a report shows of a depth's record."""
+    shown = {}
+    for name in record.keys() & {"aggregate", "core"}:
+        shown[name] = converted(record[name], AVERAGE)
+    for name in record.keys() & {"categories_fine", "categories_ext"}:
+        shown[name] = {title: number(mean) for title, mean in record[name].items()}
+    return shown
 
 
 def nearest(depths, wanted: int) -> int:
@@ -171,14 +150,13 @@ def nearest(depths, wanted: int) -> int:
     return min(depths, key=lambda depth: abs(depth - wanted), default=wanted)
 
 
-def unigram_entropy(path: Path, data: str) -> float | None:
+def unigram_entropy(path: Path, data: Path) -> float | None:
     """From the rows' manifest; `data` may be relative to the folder the run was started from."""
     for folder in [Path("."), *path.resolve().parents]:
         manifest = folder / data / "manifest.json"
         if manifest.is_file():
-            found = read_json(manifest)
             with outside(f"{manifest} is damaged", "pack the rows again"):
-                return expect(found.get("unigram_entropy"), (*NUMBER, type(None)), "its entropy")
+                return number(read_json(manifest).get("unigram_entropy"))
     return None
 
 

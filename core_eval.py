@@ -37,8 +37,8 @@ from looped.console import (
     Parser,
     counts,
     fail,
-    first_line,
     flag,
+    one_line,
     outside,
     positive_int,
     run_cli,
@@ -345,7 +345,7 @@ def open_run(run, device):
         known = config["tokenizer"]["sha256"]
         source = config["tokenizer"]["path"]
     except (FileNotFoundError, RuntimeError, *DAMAGE) as e:
-        fail(f"{run}: {first_line(e)}; name the directory of a run that has a checkpoint")
+        fail(f"{run}: {one_line(e)}; name the directory of a run that has a checkpoint")
     mend = "import the weights again" if "imported" in config else f"copy {source} there"
     if not path.is_file():
         fail(f"no tokenizer at {path}; {mend}")

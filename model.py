@@ -42,9 +42,8 @@ from looped.checkpoint import (
     newest_checkpoint,
     read_checkpoint,
     same_settings,
-    same_weights,
 )
-from looped.console import first_line, flag
+from looped.console import flag, one_line
 from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, training_plan
 from looped.flops import flops_per_token
 from looped.layers import EPS, Embedding, Linear, RMSNorm, copied
@@ -1009,13 +1008,12 @@ def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
         cfg = config_of(config["model"])
         same_settings(state, cfg)
         model = Model(cfg)
-        same_weights(state["model"], model)
         model.load_state_dict(state["model"])
         model.dtype = dtype or getattr(torch, config.get("dtype", "float32"))
         residual = config.get("args", {}).get("residual_dtype", "auto")
         if dtype is None and residual != "auto":
             model.residual_dtype = getattr(torch, residual)
     except MISFIT as e:
-        raise ValueError(f"{file} and {path.name} do not fit ({first_line(e)})") from None
+        raise ValueError(f"{file} and {path.name} do not fit ({one_line(e)})") from None
     note_other_code(run, config)
     return model.to(device).eval(), cfg, config | {"checkpoint": path.name}

@@ -35,14 +35,14 @@ import torch.distributed as dist
 import core_eval
 from dataloader import PackedData
 from looped.announce import announce, choices_made, run_config, say_stopped
-from looped.checkpoint import MISFIT, join_writer, restore, same_weights, save_checkpoint
+from looped.checkpoint import MISFIT, join_writer, restore, save_checkpoint
 from looped.console import (
     Parser,
     fail,
-    first_line,
     flag,
     non_negative_float,
     non_negative_int,
+    one_line,
     positive_float,
     positive_int,
     run_cli,
@@ -597,19 +597,17 @@ def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) ->
 # The parts of a run, and the run itself
 
 
-def begin_from(run, model: Model, data: PackedData) -> dict:
-    """Another run's newest weights, which must be such as the model's."""
+def begin_from(run, model: Model, data: PackedData) -> None:
+    """Gives the model another run's newest weights."""
     try:
         other, _, config = load_run(run)
-        weights = other.state_dict()
-        same_weights(weights, model)
+        model.load_state_dict(other.state_dict(), assign=True)
         same_tokens = config["tokenizer"]["sha256"] == data.manifest["tokenizer_sha256"]
     except (*MISFIT, FileNotFoundError) as e:
-        fail(f"--init-from {run}: {first_line(e)}")
+        fail(f"--init-from {run}: {one_line(e)}")
     if not same_tokens:
         advice = f"pack them with {run}/tokenizer.json"
         fail(f"--init-from {run} has another tokenizer than the data; {advice}")
-    return weights
 
 
 def check_sources(args, cfg: ModelConfig, data: PackedData) -> None:
@@ -647,7 +645,7 @@ def build(
     model.checkpoint_loops = args.checkpoint_loops
     model.init_weights(args.seed)
     if args.init_from and not newest:
-        model.load_state_dict(begin_from(args.init_from, model, data))
+        begin_from(args.init_from, model, data)
     model.to(place.device)
     # on a CPU the update is too short for its compilation to pay
     groups = OPTIMIZERS[args.optimizer](model, args, compiled and place.is_gpu)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from looped.console import DAMAGE, fail, first_line, outside
+from looped.console import DAMAGE, fail, outside
 from looped.files import file_hash, write_atomic
 from looped.settings import unheeded
 
@@ -123,35 +123,6 @@ def same_settings(state: dict, cfg) -> None:
         raise ValueError(", ".join(differing))
 
 
-def some(names: list[str]) -> str:
-    """The first few, and how many more."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def same_weights(weights: dict, model) -> None:
-    """ValueError where names or shapes of the weights are not the model's."""
-    own = model.state_dict()
-    lacking = [name for name in own if name not in weights]
-    unknown = [name for name in weights if name not in own]
-    differing = []
-    for name, p in own.items():
-        now = tuple(p.shape)
-        was = tuple(weights[name].shape) if name in weights else now
-        if was != now:
-            differing.append(f"{name} is {was}, here {now}")
-    parts = []
-    if lacking:
-        parts.append(f"lacks {some(lacking)}")
-    if unknown:
-        parts.append(f"has unknown {some(unknown)}")
-    if differing:
-        parts.append(some(differing))
-    if parts:
-        why = "it was trained with another model.py or other flags"
-        raise ValueError(f"{'; '.join(parts)}: {why}")
-
-
 def restore(path: Path, model, optimizer) -> int:
     """Puts a checkpoint into model and optimiser; -> its step. One of another model ends the
     program.
@@ -160,15 +131,9 @@ def restore(path: Path, model, optimizer) -> int:
         state = read_checkpoint(path)
     except ValueError as e:
         fail(f"{e} to use the one before")
-    advice = "bring those back, or name another run with --out"
-    try:
-        same_settings(state, model.cfg)
-        same_weights(state["model"], model)
-    except ValueError as e:
-        fail(f"{path} does not fit this model: {e}; {advice}")
-    except MISFIT as e:
-        fail(f"{path} does not fit this model ({first_line(e)}); {advice}")
+    advice = "bring back its model.py and flags, or name another run with --out"
     with outside(f"{path} does not fit this model", advice, MISFIT):
+        same_settings(state, model.cfg)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])

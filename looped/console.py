@@ -27,8 +27,8 @@ def note(message):
         print(f"note: {message}", file=sys.stderr, flush=True)
 
 
-def first_line(error):
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+def one_line(error):
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def outside(what, advice, errors=DAMAGE):
     try:
         yield
     except errors as e:
-        fail(f"{what} ({first_line(e)}); {advice}")
+        fail(f"{what} ({one_line(e)}); {advice}")
 
 
 def run_cli(main):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from looped.console import DAMAGE, first_line
+from looped.console import DAMAGE, one_line
 from looped.core_prompts import EncodedTask
 from looped.core_tasks import LAMBADA, PANELS, TASKS, TITLES, Panel, Task
 from looped.files import write_atomic
@@ -156,7 +156,7 @@ def earlier(path, header: dict):
         differ = [name for name in settings if old[name] != header[name]]
         entries = {int(depth): record["tasks"] for depth, record in old["depths"].items()}
     except DAMAGE as e:
-        return {}, f"is damaged ({first_line(e)})"
+        return {}, f"is damaged ({one_line(e)})"
     if differ:
         return {}, f"was made with another {', '.join(differ)}"
     return entries, ""

@@ -25,7 +25,7 @@ from functools import partial
 from glob import glob
 from pathlib import Path
 
-from looped.console import DAMAGE, fail, first_line, outside
+from looped.console import DAMAGE, fail, one_line, outside
 from looped.files import file_hash, lock, write_atomic
 
 REPO = "karpathy/fineweb-edu-100b-shuffle"  # on huggingface.co
@@ -56,7 +56,7 @@ def parquet_texts(path, skipped):
                 for raw in batch.column(0).cast(large_binary()).to_pylist():
                     yield raw.decode("utf-8", "surrogateescape") if raw else None
         except (ArrowException, OSError) as e:
-            print(f"skipped: {path}, row group {group}: {first_line(e)}", file=sys.stderr)
+            print(f"skipped: {path}, row group {group}: {one_line(e)}", file=sys.stderr)
             skipped["unreadable row group"] += 1
 
 
@@ -74,7 +74,7 @@ def jsonl_texts(path, skipped):
             except DAMAGE as e:
                 if not skipped[reason]:
                     where = f"{path}, line {number}"
-                    print(f"skipped: {where}: {first_line(e)} (more are counted)", file=sys.stderr)
+                    print(f"skipped: {where}: {one_line(e)} (more are counted)", file=sys.stderr)
                 skipped[reason] += 1
             else:
                 yield text
@@ -361,7 +361,7 @@ def persistently(action, *args):
             if status < 500 and status not in (408, 429):
                 break
         except (requests.RequestException, ValueError, KeyError) as e:
-            reason = first_line(e)
+            reason = one_line(e)
     raise GivenUpError(reason)
 
 

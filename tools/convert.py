@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save
 
 from core_eval import open_run
 from looped.checkpoint import write_checkpoint
-from looped.console import Parser, fail, first_line, run_cli
+from looped.console import Parser, fail, one_line, run_cli
 from looped.files import file_hash, write_atomic, write_checked
 from looped.layers import EPS
 from model import CHOICES, Model, ModelConfig, config_of
@@ -159,8 +159,7 @@ def checked(weights: dict, cfg: ModelConfig) -> dict:
         weights = {name: w.float() for name, w in weights.items()}
         model.load_state_dict(weights, assign=True)
     except (RuntimeError, AttributeError) as e:
-        reason = " ".join(str(e).split())
-        fail(f"the weights are not those of config.json: {reason[:400]}")
+        fail(f"the weights are not those of config.json: {one_line(e)}")
     return weights
 
 
@@ -173,7 +172,7 @@ def read_content(path: Path) -> dict:
             return load_file(path)
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as e:  # whatever a damaged file makes of its reader
-        fail(f"{path} cannot be read: {first_line(e)}")
+        fail(f"{path} cannot be read: {one_line(e)}")
 
 
 def weights_file(folder: Path) -> Path:
@@ -195,7 +194,7 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
     try:
         cfg = config_of(config) if exported else reference_config(config)
     except (ValueError, TypeError) as e:
-        fail(f"{folder}/config.json: {first_line(e)}")
+        fail(f"{folder}/config.json: {one_line(e)}")
     weights = checked(state, cfg) if exported else from_reference(state, cfg)
     if len(order) != cfg.vocab_size:
         entries = f"{len(order)} entries, the model {cfg.vocab_size}"

@@ -668,7 +668,7 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
         if not folder.exists():
             check_sources(args, cfg, data)
         newest = prepare_run(folder, config, defaults, args.resume)
-        told = [config, newest, is_finished(folder, steps, eval_depths(args, cfg, final=True))]
+        told = [config, newest, is_finished(folder, eval_depths(args, cfg, final=True))]
     if place.world > 1:
         dist.broadcast_object_list(told)
     return tuple(told)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import time
 from collections import deque
 from pathlib import Path
@@ -94,15 +93,11 @@ def hold_run(run: Path) -> None:
     """Makes the run directory, and keeps other processes from it until release_run, or until this
     one ends; refuses one that holds anything other than a run.
     """
-    foreign = []
     if run.is_dir() and not (run / "config.json").is_file():
         foreign = sorted({path.name for path in run.iterdir()} - LEFT)
-    if any(re.fullmatch(r"step_\d+\.pt", name) for name in foreign):
-        advice = "restore it, or name another run with --out"
-        fail(f"{run} has checkpoints but no config.json; {advice}")
-    if foreign:
-        advice = f"name another with --out, for example --out {run / 'run'}"
-        fail(f"{run} holds {foreign[0]} but no config.json: no run to continue; {advice}")
+        if foreign:
+            advice = f"restore that, or name another with --out, for example --out {run / 'run'}"
+            fail(f"{run} holds {foreign[0]} but no config.json: no run to continue; {advice}")
     try:
         run.mkdir(parents=True, exist_ok=True)
         held = take_lock(run)
@@ -132,13 +127,11 @@ def begun_dtype(run: Path) -> str | None:
     return None
 
 
-def is_finished(run: Path, steps: int, depths: list[int]) -> bool:
+def is_finished(run: Path, depths: list[int]) -> bool:
     """Whether the log ends with the final validation, at these depths."""
     with contextlib.suppress(OSError, *DAMAGE):
-        lines = (run / "log.jsonl").read_text().splitlines()
-        last = json.loads(lines[-1])
-        evaluated = last["loss"].keys() == {str(depth) for depth in depths}
-        return last.get("final") is True and last["step"] == steps and evaluated
+        last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+        return last["final"] and last["loss"].keys() == {str(depth) for depth in depths}
     return False
 
 
@@ -169,10 +162,9 @@ class RunLog:
         self.began = time.perf_counter()
         self.last = self.began
         path = run / "log.jsonl"
-        torn = path.is_file() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self.file = open(path, "a")  # noqa: SIM115
-        if torn:  # a line that a kill cut off must not run into the next
-            self.file.write("\n")
+        if path.read_bytes()[-1:] not in (b"", b"\n"):
+            self.file.write("\n")  # a line that a kill cut off must not run into the next
         self.wandb = None
         if args.wandb:
             import wandb

@@ -38,6 +38,7 @@ from looped.announce import announce, choices_made, run_config, say_stopped
 from looped.checkpoint import MISFIT, join_writer, restore, save_checkpoint
 from looped.console import (
     Parser,
+    counts,
     fail,
     flag,
     non_negative_float,
@@ -215,7 +216,7 @@ def parse_args(argv=None):
     add("--eval-every", type=non_negative_int, default=0,
         help="steps between validations (default: a fifth of the run)")
     add("--eval-tokens", type=positive_float, help="validation tokens (default: the recipe's)")
-    add("--eval-depths",
+    add("--eval-depths", type=counts,
         help="depths of every validation, e.g. 1,4,8; each costs a forward pass (default: mu_rec "
              f"in training, {FINAL_DEPTHS} at its end)")
     add("--core-every", type=non_negative_int, default=0,

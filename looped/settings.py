@@ -3,10 +3,9 @@ together.
 """
 
 import math
-import re
 from importlib.util import find_spec
 
-from looped.console import fail, flag
+from looped.console import counts, fail, flag
 from looped.memory import device_batches
 
 DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for
@@ -124,19 +123,14 @@ def settle_evaluation(args, cfg, steps: int) -> None:
         fail("--bundle has no meaning without --core-every; add it, or leave --bundle out")
     if args.checkpoint_loops and cfg.n_core == 0:
         fail("--checkpoint-loops has no meaning with --n-core 0: no loop; leave it out")
-    text = args.eval_depths
-    if text is not None and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text):
-        wanted = f"depths of at least 1 between commas, e.g. {FINAL_DEPTHS}"
-        fail(f"--eval-depths {text} must be {wanted}")
 
 
 def eval_depths(args, cfg, final: bool) -> list[int]:
     """Depths of a validation: mu_rec and those asked for."""
     if cfg.n_core == 0:
         return [0]
-    text = args.eval_depths or (FINAL_DEPTHS if final else "")
-    asked = {int(depth) for depth in text.split(",") if depth}
-    return sorted(asked | {cfg.mu_rec})
+    usual = counts(FINAL_DEPTHS) if final else []
+    return sorted({cfg.mu_rec, *(args.eval_depths or usual)})
 
 
 def check_meaning(preset: str, given: dict, settings: dict) -> None:

@@ -365,7 +365,7 @@ def case_flags(here, rng):
         if action.nargs is None:
             argv.append(str(rng.choice([*VALUES, *(action.choices or ())])))
     args, cfg = settled(argv)
-    deepest = max(map(int, args.eval_depths.split(",")))
+    deepest = max(args.eval_depths)
     work = parameter_count(cfg) * args.batch_size * cfg.mu_rec * deepest
     if work < 1e9 and args.eval_tokens < 1e4 and args.compile == "off":
         train.main(argv)

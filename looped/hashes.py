@@ -14,29 +14,23 @@ FACTOR_1 = 0xBF58476D1CE4E5B9
 FACTOR_2 = 0x94D049BB133111EB
 
 
-def mix64(z: int) -> int:
-    """SplitMix64's finaliser: a bijection of 64-bit numbers whose output bits look random."""
-    z = (z + GOLDEN) & MASK
+def finalise(z):
+    """The shifts and products of mix64."""
     z = ((z ^ (z >> 30)) * FACTOR_1) & MASK
     z = ((z ^ (z >> 27)) * FACTOR_2) & MASK
     return z ^ (z >> 31)
 
 
-def finalise(z: np.ndarray) -> np.ndarray:
-    """The shifts and products of mix64, on a uint64 array."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(FACTOR_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(FACTOR_2)
-    return z ^ (z >> np.uint64(31))
-
-
-def mix64_array(z: np.ndarray) -> np.ndarray:
-    """mix64 of every element of a uint64 array."""
-    return finalise(z + np.uint64(GOLDEN))
+def mix64(z):
+    """SplitMix64's finaliser, of a number or a uint64 array: a bijection of 64-bit numbers whose
+    output bits look random.
+    """
+    return finalise((z + GOLDEN) & MASK)
 
 
 def round_function(x: np.ndarray, key: np.uint64) -> np.ndarray:
     """A keyed hash of every element of a uint64 array, for `permute`."""
-    return finalise((x + key) * np.uint64(GOLDEN))
+    return finalise((x + key) * GOLDEN)
 
 
 def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
@@ -46,9 +40,9 @@ def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
     it is one-to-one), repeated until the image is below n.
     """
     bits = (n - 1).bit_length()
-    shift = np.uint64((bits + 1) // 2)
-    low_mask = np.uint64((1 << (bits + 1) // 2) - 1)
-    high_mask = np.uint64((1 << bits // 2) - 1)
+    shift = (bits + 1) // 2
+    low_mask = (1 << shift) - 1
+    high_mask = (1 << bits // 2) - 1
     keys = np.frombuffer(hashlib.blake2b(key.encode()).digest(), "<u8")  # 8 rounds
     out = np.array(index, np.uint64)
     walking = np.arange(len(out))

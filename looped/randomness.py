@@ -12,7 +12,7 @@ import math
 import numpy as np
 import torch
 
-from looped.hashes import FACTOR_1, FACTOR_2, GOLDEN, MASK, mix64, mix64_array
+from looped.hashes import FACTOR_1, FACTOR_2, GOLDEN, MASK, mix64
 
 # Purposes: streams of different purposes never coincide.
 SEED_INIT = 1
@@ -32,10 +32,8 @@ def sequence_key(*parts: int) -> int:
 
 def uniforms(key: int, index: np.ndarray) -> np.ndarray:
     """One float64 in (0, 1) for each index, a function of (key, index) alone."""
-    mixed = np.uint64(mix64(key & MASK))
-    z = mix64_array(index.astype(np.uint64) ^ mixed)
-    high = (z >> np.uint64(11)).astype(np.float64)
-    return (high + 0.5) * 2.0**-53
+    z = mix64(index.astype(np.uint64) ^ mix64(key & MASK))
+    return ((z >> 11) + 0.5) * 2.0**-53
 
 
 def hashed_normal(

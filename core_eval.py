@@ -45,7 +45,7 @@ from looped.console import (
 )
 from looped.core_prompts import EncodedTask, Example, Row, encode_task, line_encoder
 from looped.core_results import (
-    ODD,
+    ODDITIES,
     describe,
     earlier,
     put_aside,
@@ -55,7 +55,7 @@ from looped.core_results import (
 )
 from looped.core_tasks import BUNDLE, PANELS, Panel, open_panel, own_task
 from looped.files import file_hash
-from looped.machine import HERE, Place, distributed, exact_products, to_device
+from looped.machine import ONE_PROCESS, Place, distributed, exact_products, to_device
 from looped.randomness import SEED_EVAL, sequence_key
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
@@ -70,7 +70,7 @@ WITHOUT_EFFECT = {  # flags, by panel
 }
 SHOT_SEED = 1234  # of dclm's shots, whatever --seeds
 NEAR = 1e-3  # nats
-COLUMNS = ["answer", "correct", "nats", *ODD]  # of an example's result
+COLUMNS = ["answer", "correct", "nats", *ODDITIES]  # of an example's result
 
 # -- scoring ---------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Settings:
 
     depths: list[int]  # increasing
     seeds: list[int]  # of shots (parcae) and initial states
-    place: Place = HERE
+    place: Place = ONE_PROCESS
     baselines: str = "v1"
     show: bool = False  # a progress bar
     budget: int = 0  # tokens a batch; 0: by device

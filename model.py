@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from looped.checkpoint import (
-    MISFIT,
+    MISFIT_ERRORS,
     newest_checkpoint,
     read_checkpoint,
     same_settings,
@@ -1013,7 +1013,7 @@ def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
         residual = config.get("args", {}).get("residual_dtype", "auto")
         if dtype is None and residual != "auto":
             model.residual_dtype = getattr(torch, residual)
-    except MISFIT as e:
+    except MISFIT_ERRORS as e:
         raise ValueError(f"{file} and {path.name} do not fit ({one_line(e)})") from None
     note_other_code(run, config)
     return model.to(device).eval(), cfg, config | {"checkpoint": path.name}

@@ -35,7 +35,7 @@ import torch.distributed as dist
 import core_eval
 from dataloader import PackedData
 from looped.announce import announce, choices_made, run_config, say_stopped
-from looped.checkpoint import MISFIT, join_writer, restore, save_checkpoint
+from looped.checkpoint import MISFIT_ERRORS, join_writer, restore, save_checkpoint
 from looped.console import (
     Parser,
     counts,
@@ -62,7 +62,7 @@ from looped.machine import (
     leave,
     to_device,
 )
-from looped.memory import check_room, fit_memory
+from looped.memory import check_memory, fit_memory
 from looped.randomness import SEED_STATE, sequence_key
 from looped.run_directory import (
     RunLog,
@@ -604,7 +604,7 @@ def begin_from(run, model: Model, data: PackedData) -> None:
         other, _, config = load_run(run)
         model.load_state_dict(other.state_dict(), assign=True)
         same_tokens = config["tokenizer"]["sha256"] == data.manifest["tokenizer_sha256"]
-    except (*MISFIT, FileNotFoundError) as e:
+    except (*MISFIT_ERRORS, FileNotFoundError) as e:
         fail(f"--init-from {run}: {one_line(e)}")
     if not same_tokens:
         advice = f"pack them with {run}/tokenizer.json"
@@ -692,7 +692,7 @@ def train(args, progress: dict) -> None:
 
     # 2. model and optimiser
     compiled, compile_reason = choose_compile(args.compile, steps, place)
-    check_room(cfg, args.optimizer, place)
+    check_memory(cfg, args.optimizer, place)
     model, optimizer, first = build(args, cfg, data, newest, place, compiled)
     if finished and first == steps:
         place.say(f"{folder} is finished: all {steps} steps, and its validation")

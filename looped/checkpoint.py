@@ -16,8 +16,8 @@ from looped.console import DAMAGE, fail, outside
 from looped.files import file_hash, write_atomic
 from looped.settings import unheeded
 
-STAY = 2  # newest checkpoints that are kept
-MISFIT = (*DAMAGE, RuntimeError)  # what a checkpoint of another model can raise
+KEPT_CHECKPOINTS = 2  # the newest
+MISFIT_ERRORS = (*DAMAGE, RuntimeError)  # what a checkpoint of another model can raise
 
 _writer = ThreadPoolExecutor(1)
 _pending: list[Future] = []  # the one save under way; a program that ends waits for it
@@ -58,7 +58,7 @@ def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
             raise OSError(*e.__context__.args, str(path)) from None
         raise
     write_atomic(checksum_file(path), file_hash(path).encode())
-    for old in checkpoints(path.parent)[:-STAY]:
+    for old in checkpoints(path.parent)[:-KEPT_CHECKPOINTS]:
         if keep_every and step_of(old) % keep_every == 0:
             continue
         old.unlink()
@@ -132,7 +132,7 @@ def restore(path: Path, model, optimizer) -> int:
     except ValueError as e:
         fail(f"{e} to use the one before")
     advice = "bring back its model.py and flags, or name another run with --out"
-    with outside(f"{path} does not fit this model", advice, MISFIT):
+    with outside(f"{path} does not fit this model", advice, MISFIT_ERRORS):
         same_settings(state, model.cfg)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from looped.core_tasks import Panel, Task
-from looped.machine import HERE, Place
+from looped.machine import ONE_PROCESS, Place
 from looped.tokenizer import BOS, PATTERN
 
 # -- which rows, after which shots -----------------------------------------------------------------
@@ -341,7 +341,7 @@ def lay_out(number, cropped) -> tuple[list[Row], list[Span | None]]:
 
 
 def encode_task(
-    task: Task, panel: Panel, seed, text: Encoder, context, place: Place = HERE
+    task: Task, panel: Panel, seed, text: Encoder, context, place: Place = ONE_PROCESS
 ) -> EncodedTask:
     """Renders and tokenises this rank's share of a task's examples; context: tokens that the model
     reads.

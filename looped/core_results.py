@@ -18,7 +18,7 @@ from looped.core_prompts import EncodedTask
 from looped.core_tasks import LAMBADA, PANELS, TASKS, TITLES, Panel, Task
 from looped.files import write_atomic
 
-ODD = {  # what is counted of a task's examples, and how it is said
+ODDITIES = {  # what is counted of a task's examples, and how it is said
     "near_ties": "near ties",
     "cropped": "prompts cropped",
     "cut": "answers cut",
@@ -72,7 +72,7 @@ def task_entry(work: EncodedTask, results: dict, baselines: str) -> dict:
         "centered": spread(over_chance),
         "n": len(work.groups),
     }
-    for name in ODD:
+    for name in ODDITIES:
         counts = [result[name].sum() for result in results.values()]
         entry[name] = int(sum(counts))
     if work.protocol == "lambada":
@@ -167,5 +167,5 @@ def describe(label: str, entry: dict) -> str:
     score = "{mean:.4f} ± {std:.4f}".format(**entry["accuracy"])
     over_chance = entry["centered"]["mean"]
     line = f"{label:33} {score}  centred {over_chance:+.4f}  n {entry['n']:5d}  "
-    notes = [f"{entry[name]} {text}" for name, text in ODD.items() if entry[name]]
+    notes = [f"{entry[name]} {text}" for name, text in ODDITIES.items() if entry[name]]
     return line + ", ".join(notes)

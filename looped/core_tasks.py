@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from looped.console import DAMAGE, fail, non_negative_int, number, outside
-from looped.corpus import GivenUpError, fetch, persistently
+from looped.corpus import GivenUpError, fetch_file, with_retries
 from looped.files import file_hash
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -137,7 +137,7 @@ TITLES = {"core": "CORE", "core-extended": "CORE Extended", "lambada": "LAMBADA 
 
 
 # how the settings of one's own task are read
-OWN = {
+OWN_TASK_SETTINGS = {
     "shots": non_negative_int,
     "chance": number(float, 0, 99.9, "a percentage below 100"),
     "delimiter": DELIMITERS.__getitem__,
@@ -160,7 +160,7 @@ def own_task(text: str) -> Task:
         content = Path(path).read_bytes() + settings.encode()
         for pair in pairs:
             name, value = pair.split("=")
-            given[name] = OWN[name](value)
+            given[name] = OWN_TASK_SETTINGS[name](value)
     digest = hashlib.sha256(content).hexdigest()
     label = f"{Path(path).stem}-{digest[:8]}"
     chances = dict.fromkeys(("v1", "v2"), given["chance"])
@@ -170,7 +170,7 @@ def own_task(text: str) -> Task:
 
 # -- rows -----------------------------------------------------------------------------------------
 
-WORDS = {str: "a text", list: "a list", int: "a whole number"}
+TYPE_NAMES = {str: "a text", list: "a list", int: "a whole number"}
 FIELDS = {
     "mc": {"query": str, "gold": int, "choices": list},
     "schema": {"continuation": str, "gold": int, "context_options": list},
@@ -189,7 +189,7 @@ def check_row(task: Task, row: dict, with_category: bool) -> None:
         value = row.get(name)
         if type(value) is not kind:
             found = repr(value)[:40] if name in row else "missing"
-            raise ValueError(f"{name} must be {WORDS[kind]}, and is {found}")
+            raise ValueError(f"{name} must be {TYPE_NAMES[kind]}, and is {found}")
         if kind is list:
             check_options(name, value, row["gold"])
 
@@ -230,7 +230,7 @@ def fetch_bundle(path=BUNDLE, url=URL):
     path.parent.mkdir(parents=True, exist_ok=True)
     print(f"fetching {url} to {path}", flush=True)
     try:
-        persistently(fetch, url, path, zipfile.is_zipfile)
+        with_retries(fetch_file, url, path, zipfile.is_zipfile)
     except GivenUpError as e:
         advice = "try again, it continues, or give the zip or its folder with --bundle PATH"
         fail(f"cannot fetch {url} ({e}); {advice}")

@@ -322,7 +322,7 @@ def stated_hash(response):
     return None
 
 
-def fetch(url, path, whole=whole_parquet):
+def fetch_file(url, path, whole=whole_parquet):
     """One attempt: continues the .part file, checks it (whole(path) -> bool), and only then gives
     it its name.
     """
@@ -346,7 +346,7 @@ class GivenUpError(Exception):
     """No attempt succeeded; says why."""
 
 
-def persistently(action, *args):
+def with_retries(action, *args):
     """action(*args), tried again after errors that may pass; raises GivenUpError(reason)."""
     import requests
 
@@ -370,7 +370,7 @@ def file_size(url):
         return size_of(response)
 
 
-def check_room(out, todo, size):
+def check_disk(out, todo, size):
     """Says what will be fetched; ends the program where the disk has no room for it. size: bytes of
     a shard.
     """
@@ -392,11 +392,11 @@ def download(out, shards):
     out = Path(out)
     names = shard_names(shards)
 
-    def bring(name):
+    def fetch_shard(name):
         """Fetches a file; -> why that failed, or None."""
         reason = None
         try:
-            persistently(fetch, base + name, out / name)
+            with_retries(fetch_file, base + name, out / name)
         except GivenUpError as e:
             reason = str(e)
         print(f"{name}: {reason or 'here'}", flush=True)
@@ -408,15 +408,15 @@ def download(out, shards):
             print(f"{out}: all {len(names)} shards are here")
             return
         try:
-            size = persistently(file_size, base + todo[-1])  # they are about equal
+            size = with_retries(file_size, base + todo[-1])  # they are about equal
         except GivenUpError as e:  # a host that cannot be reached is met once, not by each shard
             fail(f"missing: {', '.join(todo)} ({e}); {again}")
-        check_room(out, todo, size)
-        first = bring(todo[0])
+        check_disk(out, todo, size)
+        first = fetch_shard(todo[0])
         # Not `with`, which would make Ctrl-C wait; but named, since Ctrl-C is lost in what Python calls
         # when a pool is freed.
         pool = ThreadPoolExecutor(DOWNLOADS)
-        reasons = [first, *pool.map(bring, todo[1:])]
+        reasons = [first, *pool.map(fetch_shard, todo[1:])]
     missing = [f"{name} ({reason})" for name, reason in zip(todo, reasons) if reason]
     if missing:
         fail(f"missing: {', '.join(missing)}; {again}")

@@ -20,7 +20,7 @@ class CoreRules(NamedTuple):
 
 
 @dataclass
-class Run:
+class LoggedRun:
     name: str
     path: Path
     config: dict
@@ -87,7 +87,7 @@ def read_log(path: Path) -> tuple[list[dict], list[dict], list[int]]:
     return train, evals, damaged
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> LoggedRun:
     """Everything that a report says of one run; a folder that is no run is refused."""
     config_file = path / "config.json"
     log_file = path / "log.jsonl"
@@ -104,7 +104,7 @@ def read_run(path: Path) -> Run:
         converted(config["tokenizer"], {"sha256": str})
         data = converted(config["data"], {"path": Path, "sha256": str})
         depth = nearest(last["loss"], int(config["model"]["mu_rec"]))
-    return Run(
+    return LoggedRun(
         name=path.name,
         path=path,
         config=config,

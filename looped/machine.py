@@ -58,7 +58,7 @@ class Place(NamedTuple):
         return self.device.type == "cuda"
 
 
-HERE = Place(0, 1, torch.device("cpu"))  # one process
+ONE_PROCESS = Place(0, 1, torch.device("cpu"))  # alone, on the CPU
 
 
 def pick_device(name: str) -> str:

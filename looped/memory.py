@@ -228,7 +228,7 @@ class MemoryFit:
     keeps_less: bool = False  # for the backward pass
 
 
-def check_room(cfg, optimizer: str, place: Place) -> None:
+def check_memory(cfg, optimizer: str, place: Place) -> None:
     """Ends the program where a GPU could not even hold the weights, their gradients and the optimiser's state."""
     if not place.is_gpu:
         return
@@ -250,7 +250,7 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
         place.say("compiling: some minutes, much less where torch's cache has these shapes")
     steps = possible_steps(model, optimizer, args, place, rows_given)
     if place.is_gpu:
-        room = usable(free_memory(place))
+        room = usable_memory(free_memory(place))
         while len(steps) > 1 and predict_memory(model.cfg, steps[0]).peak() > room:
             steps.pop(0)
     for step in steps:
@@ -345,7 +345,7 @@ def free_memory(place: Place) -> float:
     return least.item()
 
 
-def usable(free: float) -> float:
+def usable_memory(free: float) -> float:
     """Bytes that training may take of what is free."""
     return (1 - HEADROOM) * free
 
@@ -368,7 +368,7 @@ def headroom_kept(place: Place):
         yield
         return
     total = torch.cuda.get_device_properties(place.device).total_memory
-    part = usable(free_memory(place)) / total
+    part = usable_memory(free_memory(place)) / total
     torch.cuda.set_per_process_memory_fraction(min(part, 1.0), place.device)
     try:
         yield

@@ -16,14 +16,14 @@ from looped.machine import note_other_code, peak_flops, peak_memory
 from looped.settings import unheeded
 
 # Settings that may change when a run is continued; all others decide its numbers.
-FREE = {
+CHANGEABLE = {
     "out", "resume", "stop_at", "save_every", "keep_every", "log_every", "wandb", "data", "bundle",
     "eval_every", "eval_tokens", "eval_depths", "core_every",
     "device", "device_batch_size", "compile", "loss_chunk", "checkpoint_loops",
 }  # fmt: skip
 
 # What a start that was cut off before config.json leaves behind.
-LEFT = {LOCK, ".config.json.tmp"}
+LEFTOVERS = {LOCK, ".config.json.tmp"}
 
 
 def default_directory(args, cfg) -> str:
@@ -41,7 +41,7 @@ def differences(old: dict, new: dict, defaults: dict) -> list[str]:
     """
     names = []
     for name, value in new["args"].items():
-        if name not in FREE and old["args"].get(name, value) != value:
+        if name not in CHANGEABLE and old["args"].get(name, value) != value:
             names.append(f"{flag(name)} {old['args'][name]} (now {value})")
     for name, value in new["model"].items():
         was = old["model"].get(name, defaults[name])
@@ -94,7 +94,7 @@ def hold_run(run: Path) -> None:
     one ends; refuses one that holds anything other than a run.
     """
     if run.is_dir() and not (run / "config.json").is_file():
-        foreign = sorted({path.name for path in run.iterdir()} - LEFT)
+        foreign = sorted({path.name for path in run.iterdir()} - LEFTOVERS)
         if foreign:
             advice = f"restore that, or name another with --out, for example --out {run / 'run'}"
             fail(f"{run} holds {foreign[0]} but no config.json: no run to continue; {advice}")

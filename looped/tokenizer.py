@@ -26,7 +26,7 @@ PATTERN = (
 PIECE = 65_536
 # A text is cut before the last space after a non-blank, which no token spans; anyway where there is
 # none.
-PIECES = re.compile(
+PIECE_PATTERN = re.compile(
     rf".{{1,{PIECE}}}\Z|"  # all of the rest
     rf".{{1,{PIECE}}}(?<=\S)(?= )|"
     rf".{{1,{PIECE}}}",
@@ -86,7 +86,7 @@ def encode(enc, text):
 
 def encode_array(enc, text):
     """The same as an array (n,) uint32, of a text without surrogates."""
-    parts = PIECES.findall(text) or [""]
+    parts = PIECE_PATTERN.findall(text) or [""]
     return np.concatenate([enc.encode_to_numpy(part, disallowed_special=()) for part in parts])
 
 

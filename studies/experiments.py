@@ -36,7 +36,7 @@ import train
 from dataloader import PackedData
 from looped.checkpoint import checkpoints
 from looped.console import Parser, fail, positive_int, run_cli
-from looped.machine import HERE
+from looped.machine import ONE_PROCESS
 from model import ModelConfig, parameter_count
 from studies import ledger
 from studies.comparisons import EXPERIMENTS, SMALL, Arm, flat, tables_of
@@ -243,7 +243,7 @@ def rows_hash(job: Job, args) -> str | None:
         return PackedData(folder).sha256()
     if args.page or args.dry_run:
         return None
-    return train.open_data(given, cfg, HERE).sha256()
+    return train.open_data(given, cfg, ONE_PROCESS).sha256()
 
 
 def import_runs(paths: list[str]) -> None:

@@ -20,18 +20,18 @@ import pandas as pd
 
 import train
 from looped.console import outside
-from looped.logs import Run, read_run
-from looped.run_directory import FREE
+from looped.logs import LoggedRun, read_run
+from looped.run_directory import CHANGEABLE
 from looped.settings import unheeded
 from model import ModelConfig
 
 LEDGER = Path("results/runs.jsonl")
 CURVE_POINTS = 60
 CURVES = ["loss", "state_norm", "residual", "decay_max"]  # of the training log
-# Settings that decide nothing (FREE), or that are told by others: the preset by the network and
-# the rates, the length in tokens or FLOPs by the steps. The validation set decides the number
+# Settings that decide nothing (CHANGEABLE), or that are told by others: the preset by the network
+# and the rates, the length in tokens or FLOPs by the steps. The validation set decides the number
 # measured.
-UNTOLD = (FREE | {"preset", "tokens", "flops", "dtype"}) - {"eval_tokens"}
+UNTOLD = (CHANGEABLE | {"preset", "tokens", "flops", "dtype"}) - {"eval_tokens"}
 
 
 def settings_of(args: dict, model: dict, steps: int) -> dict:
@@ -117,7 +117,7 @@ def thinned(steps: pd.DataFrame) -> dict[str, list]:
     return curve
 
 
-def scores(run: Run) -> list[dict]:
+def scores(run: LoggedRun) -> list[dict]:
     """Averages of the run's core_*.json files, one entry a panel, depth and set of tasks."""
     found = []
     for rules, depths in run.core.items():
@@ -167,7 +167,7 @@ def record(path: Path) -> dict | None:
         return identity(run) | outcome | of_steps(steps)
 
 
-def identity(run: Run) -> dict:
+def identity(run: LoggedRun) -> dict:
     """What was trained, and where."""
     config = run.config
     args = config["args"]

@@ -251,7 +251,7 @@ def test_a_refused_range_without_a_range_is_an_error(host):
     host.plan = {"shard_00000.parquet": [416, 416]}
     url = f"{os.environ['HF_ENDPOINT']}/shard_00000.parquet"
     with pytest.raises(corpus.GivenUpError, match="HTTP 416"):
-        corpus.persistently(corpus.get, url)
+        corpus.with_retries(corpus.get, url)
     assert len(host.seen) == 1
 
 

@@ -18,7 +18,7 @@ import model as model_module
 import tools.plan
 from looped import memory
 from looped.machine import Place
-from looped.memory import FEW_TOKENS, GIB, Step, check_room, predict_memory, steps_to_try
+from looped.memory import FEW_TOKENS, GIB, Step, check_memory, predict_memory, steps_to_try
 from looped.ops import offset_keys
 from model import PRESETS, Model
 from muon import Optimizer, Rates
@@ -240,10 +240,10 @@ def test_a_card_too_small_for_the_weights_alone_is_refused(monkeypatch, capsys):
     cfg = PRESETS["parcae-1.3b"]
     monkeypatch.setattr(memory, "free_memory", lambda place: 15.5 * GIB)
     here = Place(0, 1, torch.device("cuda"))
-    refused(capsys, lambda: check_room(cfg, "muon", here), "15.5 GiB are free", "try more GPUs")
-    check_room(cfg, "muon", here._replace(world=8))  # which share the optimiser's state
-    check_room(PRESETS["parcae-770m"], "muon", here)
-    check_room(cfg, "muon", Place(0, 1, torch.device("cpu")))
+    refused(capsys, lambda: check_memory(cfg, "muon", here), "15.5 GiB are free", "try more GPUs")
+    check_memory(cfg, "muon", here._replace(world=8))  # which share the optimiser's state
+    check_memory(PRESETS["parcae-770m"], "muon", here)
+    check_memory(cfg, "muon", Place(0, 1, torch.device("cpu")))
 
 
 def test_a_plan_for_cards_that_do_not_divide_the_batch_says_so(capsys):

@@ -34,7 +34,7 @@ from looped.core_tasks import load_panel
 from looped.depth import sample_depths, share_out
 from looped.endings import explain
 from looped.files import file_hash, read_checked, write_checked
-from looped.machine import HERE, environment
+from looped.machine import ONE_PROCESS, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
 from looped.run_directory import differences
@@ -228,7 +228,7 @@ def test_core_in_training_is_core_eval_of_the_weights_then(base, packed, tmp_pat
         path.unlink()
     model, enc = load_run(run)[0], load_tokenizer(run / "tokenizer.json")
     panel = load_panel(bundle, limit=train.CORE_EXAMPLES)
-    settings = core_eval.Settings([8], [1234], HERE)
+    settings = core_eval.Settings([8], [1234], ONE_PROCESS)
     entries = core_eval.evaluate(model, enc, panel, settings)
     assert len(entries[8]) == 22
     want = core_eval.summarise(panel, entries[8])["aggregate"]
@@ -249,16 +249,16 @@ def test_a_panel_without_a_score_does_not_end_training(base, packed, tmp_path, m
 
 
 def test_a_long_cpu_run_is_compiled_only_where_there_is_what_it_takes(monkeypatch, tmp_path):
-    assert not machine.choose_compile("auto", 10, HERE)[0]
+    assert not machine.choose_compile("auto", 10, ONE_PROCESS)[0]
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
-        assert not machine.choose_compile("auto", 10_000, HERE)[0]
+        assert not machine.choose_compile("auto", 10_000, ONE_PROCESS)[0]
     monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(machine.shutil, "which", lambda name: name)
     monkeypatch.setattr(machine.sys, "platform", "linux")
-    assert not machine.choose_compile("auto", 10_000, HERE)[0]
+    assert not machine.choose_compile("auto", 10_000, ONE_PROCESS)[0]
     (tmp_path / "Python.h").touch()
-    assert machine.choose_compile("auto", 10_000, HERE)[0]
+    assert machine.choose_compile("auto", 10_000, ONE_PROCESS)[0]
 
 
 def test_schedule():
@@ -743,7 +743,7 @@ def test_memory_probe_shrinks_to_what_fits_and_refuses_what_was_asked_for(capsys
     model.init_weights(0)
     model.is_compiled = True  # or nothing is tried on a CPU
     optimizer = Optimizer([(AdamW(), list(model.named_parameters()))])
-    place = HERE
+    place = ONE_PROCESS
 
     def fit(rows, batch, given=False):
         args = argparse.Namespace(device_batch_size=rows, batch_size=batch, loss_chunk=None)
@@ -763,7 +763,7 @@ def test_default_data_whose_making_was_cut_off_is_made_again(packed, tmp_path, m
         write_checked(out / "manifest.json", whole)
 
     monkeypatch.setattr(train, "prepare_stdlib", make)
-    place = HERE
+    place = ONE_PROCESS
     for complete in (False, True):
         write_checked(folder / "manifest.json", whole | {"complete": complete})
         assert train.open_data(train.parse_args([]), NETWORK, place).rows("train")

@@ -23,7 +23,7 @@ from looped.memory import (
     matrix_stacks,
     predict_memory,
     steps_to_try,
-    usable,
+    usable_memory,
 )
 from looped.settings import DEVICE_BATCH
 from model import PRESETS, ModelConfig, parameter_count
@@ -117,7 +117,7 @@ def step_that_fits(cfg: ModelConfig, batch: int, base: Step, card: Card) -> Step
     fit the card.
     """
     counts = device_batches(DEVICE_BATCH, batch, base.world)
-    room = usable(card.memory * GIB - CONTEXT)
+    room = usable_memory(card.memory * GIB - CONTEXT)
     for step in steps_to_try(cfg, base, counts, [0, CHUNK], FEW_TOKENS):
         if predict_memory(cfg, step).peak() <= room:
             return step

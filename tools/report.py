@@ -20,8 +20,8 @@ import numpy as np
 
 from looped.console import Parser, run_cli
 from looped.figures import Panel, depth_panel, figure, fmt, interval, records_table, table
-from looped.logs import CoreRules, Run, nearest, read_run
-from looped.run_directory import FREE
+from looped.logs import CoreRules, LoggedRun, nearest, read_run
+from looped.run_directory import CHANGEABLE
 
 TOKENS = "tokens trained, millions"
 POINTS = 100  # of a curve over training, each the mean of its steps
@@ -50,16 +50,16 @@ SCORES = {
 RADARS = {"core": ["categories_fine"], "core-extended": ["categories_fine", "categories_ext"]}
 
 
-def settings(run: Run) -> dict:
+def settings(run: LoggedRun) -> dict:
     """The flags of the training and the network that have an effect on a run's numbers, and a hash
     of the network's code.
     """
     flags = run.config["args"] | run.config["model"]
-    known = {name: value for name, value in flags.items() if name not in FREE | {"dtype"}}
+    known = {name: value for name, value in flags.items() if name not in CHANGEABLE | {"dtype"}}
     return known | {"code": run.config.get("network_code", "")[:10]}
 
 
-def changes(run: Run, base: Run) -> tuple[str, ...]:
+def changes(run: LoggedRun, base: LoggedRun) -> tuple[str, ...]:
     """In words, the flags apart from the seed in which a run differs from another; another preset
     stands for all that it changes in the network.
     """
@@ -72,7 +72,7 @@ def changes(run: Run, base: Run) -> tuple[str, ...]:
     return tuple(text for text in words if not text.startswith("seed "))
 
 
-def compare_arms(runs: list[Run]) -> list[str]:
+def compare_arms(runs: list[LoggedRun]) -> list[str]:
     """A sentence on each arm of several seeds against the first arm, and what makes it unfair."""
     arms = defaultdict(dict)  # {changes: {seed: run}}
     for run in runs:
@@ -106,7 +106,7 @@ def difference(gaps: list[float]) -> str:
     return f"{size} (95 % t interval{zero}; paired by seed)"
 
 
-def circumstances(run: Run) -> dict:
+def circumstances(run: LoggedRun) -> dict:
     """What should be the same where losses are compared."""
     config = run.config
     facts = {name: config[name] for name in ("git", "versions", "device", "dtype")}
@@ -117,7 +117,7 @@ def circumstances(run: Run) -> dict:
     return facts
 
 
-def headline(runs: list[Run]) -> str:
+def headline(runs: list[LoggedRun]) -> str:
     """The lowest loss of the looped runs, beside the lowest of those without a loop."""
     ranked = sorted((run for run in runs if math.isfinite(run.loss)), key=attrgetter("loss"))
     if not ranked:
@@ -133,7 +133,7 @@ def headline(runs: list[Run]) -> str:
     return f"{text}, {abs(gap):.4f} {word} than {flat[0].name}, which has no loop."
 
 
-def loss_table(runs: list[Run]) -> list[str]:
+def loss_table(runs: list[LoggedRun]) -> list[str]:
     """Each run at its own mu_rec, then its losses at all depths."""
     depths = sorted(set().union(*(run.last["loss"] for run in runs)))
     names = [f"depth {depth}" for depth in depths]
@@ -150,7 +150,7 @@ def loss_table(runs: list[Run]) -> list[str]:
     return records_table(rows, LOSSES | dict.fromkeys(names, ".4f"))
 
 
-def flag_table(runs: list[Run]) -> list[str]:
+def flag_table(runs: list[LoggedRun]) -> list[str]:
     """The flags in which any two runs differ."""
     every = [settings(run) for run in runs]
     rows = []
@@ -161,7 +161,7 @@ def flag_table(runs: list[Run]) -> list[str]:
     return table(["flag", *(run.name for run in runs)], rows)
 
 
-def cost_table(runs: list[Run]) -> list[str]:
+def cost_table(runs: list[LoggedRun]) -> list[str]:
     rows = []
     for run in runs:
         tokens = run.train[-1]["tokens"]
@@ -187,7 +187,7 @@ def thinned(values: np.ndarray) -> list[float]:
     return [part.mean() for part in parts]
 
 
-def training_figure(runs: list[Run], out: Path) -> list[str]:
+def training_figure(runs: list[LoggedRun], out: Path) -> list[str]:
     panels = []
     for name, (ylabel, scale) in CURVES.items():
         curves = []
@@ -204,7 +204,7 @@ def training_figure(runs: list[Run], out: Path) -> list[str]:
     return figure(out / "training.png", "Over training.", names, panels)
 
 
-def core_section(rules: CoreRules, runs: list[Run], out: Path) -> list[str]:
+def core_section(rules: CoreRules, runs: list[LoggedRun], out: Path) -> list[str]:
     """Scores of runs by depth, and at mu_rec the radar of their categories."""
     names = [run.name for run in runs]
     scores = []
@@ -238,7 +238,7 @@ def radar(kind: str, scores: list[dict]) -> Panel:
     return Panel("", "", curves, {"xticks": angles[:-1], "xticklabels": labels})
 
 
-def write_report(runs: list[Run], out: Path) -> list[str]:
+def write_report(runs: list[LoggedRun], out: Path) -> list[str]:
     """-> its beginning, without the picture, for the screen."""
     names = [run.name for run in runs]
     remarks = compare_arms(runs)

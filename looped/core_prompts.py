@@ -139,8 +139,9 @@ def line_encoder(enc) -> Encoder:
     """An encoder that tokenises each distinct line once: shots return in many prompts, and the
     options of a question differ in their last lines.
 
-    No token of our pattern holds a line end and what comes after it, unless that is white space, so
-    the pieces' tokens are those of the whole. Another pattern's texts are encoded whole.
+    With our pattern a token that goes on after a line end goes on with white space only. So a text
+    may be cut after each line end that none follows: the pieces' tokens are those of the whole.
+    Another pattern's texts are encoded whole.
     """
     by_line = enc._pat_str == PATTERN
 
@@ -259,8 +260,8 @@ def crop(option: Option, context: int, task: Task, protocol: str):
     """-> (the last `context` tokens, the positions whose next token is scored, what is odd).
 
     If that cuts into what is scored ("cut"), Parcae slices as Python does: first = 0 gives an empty
-    span, -k the last k tokens. Where the originals stop (dclm; lm at 0), what is left of the answer
-    is scored, and the example is counted.
+    span, -k the last k tokens. Two public evaluators end with an error on such an example: dclm's,
+    and Parcae's on an lm task where first = 0. Here what is left of the answer is scored.
     """
     over = max(0, len(option.tokens) - context)
     tokens = option.tokens[over:].copy()  # lets go of the rest

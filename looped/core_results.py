@@ -131,8 +131,8 @@ def save(path, header: dict, records: dict) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """A copy under the first free of the names .old, .old2, …; a copy that is there already will
-    do.
+    """Copies a file to the first free of the names .old, .old2, …; -> the copy. If one of those
+    passed over has the same content, no copy is made, and it is returned.
     """
     content = path.read_bytes()
     for number in itertools.count(1):

@@ -15,7 +15,8 @@ sampling alike:
                         propose(h) is core_step(h)
     resume(history)     the history as the loops with gradient should find it
     read(x)             what is carried -> h (B, T, D)
-    can_wait            whether a row may stand still while others loop on, and then go on itself
+    can_wait            whether a row may sit out some loops, its state unchanged, while others
+                        take them, and loop again afterwards
     initial(part, std, generator)
                         initial value of the parameter of that name; what is random is drawn from the
                         generator; std: that of the network's input matrices
@@ -100,7 +101,7 @@ class AttnRes(PlainLoop):
     each, where the plain loop keeps only h.
     """
 
-    can_wait = False  # a loop without a row would still enter its history
+    can_wait = False  # the history would hold the loops that a row sat out
 
     def __init__(self, cfg):
         super().__init__(cfg)

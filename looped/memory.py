@@ -35,7 +35,9 @@ KEPT_OF_MLP = {"relu2": 2.0, "swiglu": 3.0}
 # The same where less is kept (keep_less).
 LESS_BESIDE_MLP = 7.1
 LESS_OF_MLP = {"relu2": 1.0, "swiglu": 2.0}
-FEW_TOKENS = 16_384  # at once, up to which keeping less is tried before fewer rows
+# Where a device batch of at most so many tokens does not fit, the same batch is tried with less kept for the backward
+# pass before a smaller one is; larger batches are made smaller at once.
+FEW_TOKENS = 16_384
 ROUNDING = 1.02  # what the allocator rounds up, and small buffers
 # Bytes of a logit where nothing is compiled. All at once: log-probabilities and two gradients in float32; of a chunk:
 # the logits, and in float32 their copy, the probabilities and what these become.

@@ -52,8 +52,9 @@ def hashed_normal(
     index = torch.arange(tokens * width, device=key.device, dtype=torch.int64)
     if positions is not None:
         index = (positions[..., None] * width + index[:width]).flatten(1)
-    # key + index · GOLDEN modulo 2^64. As a signed number GOLDEN is -c, and c + ~index · c is index
-    # · -c: of the plain product Inductor makes one of 32-bit integers, which Triton refuses.
+    # key + index · GOLDEN modulo 2^64. As a signed number GOLDEN is -c; and ~index is -index - 1, so
+    # that c + ~index · c is -index · c, which is index · GOLDEN. The plain product would not do:
+    # Inductor makes it one of 32-bit integers, which Triton refuses.
     c = (1 << 64) - GOLDEN
     z = key[:, None] + c + ~index * c
     z = (z ^ logical_shift(z, 30)) * signed(FACTOR_1)

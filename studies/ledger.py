@@ -27,7 +27,7 @@ from model import ModelConfig
 
 LEDGER = Path("results/runs.jsonl")
 CURVE_POINTS = 60
-CURVES = ["loss", "state_norm", "residual", "decay_max"]  # of the training log
+CURVES = ["loss", "state_norm", "residual"]  # of the training log
 # Settings that decide nothing (CHANGEABLE), or that are told by others: the preset by the network
 # and the rates, the length in tokens or FLOPs by the steps. The validation set decides the number
 # measured.
@@ -109,12 +109,10 @@ def plain(value):
 
 def thinned(steps: pd.DataFrame) -> dict[str, list]:
     """The training curve in at most CURVE_POINTS points: means, and the last of their tokens."""
-    parts = np.array_split(steps.index, min(CURVE_POINTS, len(steps)))
-    curve = {"tokens": [int(steps.tokens[part[-1]]) for part in parts]}
-    for name in CURVES:
-        if np.isfinite(steps[name]).any():
-            curve[name] = [plain(steps[name][part].mean(skipna=False)) for part in parts]
-    return curve
+    points = steps.groupby(steps.index * CURVE_POINTS // len(steps))
+    curve = points[CURVES].mean(skipna=False).assign(tokens=points.tokens.last())
+    curve = curve.dropna(axis="columns", how="all")
+    return {name: list(map(plain, values)) for name, values in curve.items()}
 
 
 def scores(run: LoggedRun) -> list[dict]:
@@ -130,14 +128,9 @@ def scores(run: LoggedRun) -> list[dict]:
 
 
 def evaluation(entry: dict) -> dict:
-    """A validation during training: its tokens, its losses by depth, the spectra of the loop."""
+    """A validation during training: its tokens, its losses by depth, the spectral radius."""
     losses = {str(depth): plain(loss) for depth, loss in entry["loss"].items()}
-    return {"step": entry["step"], "tokens": entry["tokens"], "loss": losses} | spectra(entry)
-
-
-def spectra(entry: dict) -> dict:
-    names = ("rho", "carry_norm", "write_norm", "readout_norm")
-    return {name: plain(entry[name]) for name in names if name in entry}
+    return {"tokens": entry["tokens"], "loss": losses, "rho": plain(entry.get("rho"))}
 
 
 def record(path: Path) -> dict | None:
@@ -156,10 +149,9 @@ def record(path: Path) -> dict | None:
         "date": time.strftime("%Y-%m-%d", time.gmtime(log.stat().st_mtime)),
         "diverged_at": divergence(steps, stopped),
         "loss": {} if stopped else run.last["loss"],
-        "bpb": {} if stopped else run.last["bpb"],
         "eval_tokens": run.last.get("eval_tokens"),
         "unigram": run.unigram,
-        "spectra": spectra(run.last),
+        "spectra": {"rho": plain(run.last.get("rho"))},
         "evals": [evaluation(entry) for entry in evals],
         "core": scores(run),
     }
@@ -171,15 +163,13 @@ def identity(run: LoggedRun) -> dict:
     """What was trained, and where."""
     config = run.config
     args = config["args"]
-    copied = ("command", "params", "flops_per_token", "machine", "device", "dtype", "versions")
+    copied = ("params", "flops_per_token", "machine", "dtype", "versions")
     told = {
         "run": str(run.path),
-        "preset": args["preset"],
         "seed": args["seed"],
         "settings": settings_of(args, config["model"], config["steps"]),
         "mu_rec": config["model"]["mu_rec"],
         "data": config["data"]["sha256"],
-        "tokenizer": config["tokenizer"]["sha256"],
         "commit": config["git"]["commit"],
         "changed": bool(config["git"]["diff"]),
         "tokens_per_param": plain(run.train[-1]["tokens"] / config["params"]),

@@ -63,7 +63,7 @@ from looped.machine import (
     to_device,
 )
 from looped.memory import check_memory, fit_memory
-from looped.randomness import SEED_STATE, sequence_key
+from looped.randomness import SEED_STATE, sequence_keys
 from looped.run_directory import (
     RunLog,
     begun_dtype,
@@ -343,10 +343,10 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place
     mine = share_out(n, k, place.world)[place.rank]
     rows = data.stream_ids(args.seed, step * B, B)
     tokens = torch.from_numpy(data.get("train", rows[mine]))
-    keys = [sequence_key(args.seed, SEED_STATE, step * B + i) for i in mine.tolist()]
+    keys = sequence_keys(args.seed, SEED_STATE, each=step * B + mine)
     batch = Batch(
         tokens=to_device(tokens, place.device),
-        keys=to_device(torch.tensor(keys), place.device),
+        keys=to_device(keys, place.device),
         n=n[mine],
         k=k[mine],
         step_tokens=B * cfg.seq_len,

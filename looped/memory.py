@@ -20,7 +20,7 @@ import torch.distributed as dist
 from looped.console import fail
 from looped.depth import deepest
 from looped.machine import Place
-from looped.randomness import SEED_STATE, sequence_key
+from looped.randomness import SEED_STATE, sequence_keys
 
 GIB = 2**30
 HEADROOM = 0.08  # of the free memory: fragments of the allocator, what libraries take later
@@ -427,8 +427,7 @@ def warm_up(model, rows: int, place: Place) -> None:
     """
     cfg = model.cfg
     tokens = torch.zeros(rows, cfg.seq_len + 1, dtype=torch.int64, device=place.device)
-    keys = [sequence_key(SEED_STATE, row) for row in range(rows)]
-    keys = torch.tensor(keys, device=place.device)
+    keys = sequence_keys(SEED_STATE, each=range(rows), device=place.device)
     ids = tokens[:, :-1]
     targets = tokens[:, 1:]
     for n, k in warm_up_depths(cfg, rows, place.is_gpu):

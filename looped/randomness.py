@@ -30,6 +30,12 @@ def sequence_key(*parts: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
+def sequence_keys(*parts: int, each, device=None) -> torch.Tensor:
+    """The keys (parts …, number) of several sequences, one for each number: (B,) int64."""
+    keys = [sequence_key(*parts, int(number)) for number in each]
+    return torch.tensor(keys, device=device)
+
+
 def uniforms(key: int, index: np.ndarray) -> np.ndarray:
     """One float64 in (0, 1) for each index, a function of (key, index) alone."""
     z = mix64(index.astype(np.uint64) ^ mix64(key & MASK))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from looped.randomness import SEED_EVAL, sequence_key
+from looped.randomness import SEED_EVAL, sequence_keys
 
 
 @dataclass
@@ -43,8 +43,7 @@ def validate(model, held_out: HeldOut, depths: list, batch: int, rank: int = 0, 
         block = torch.from_numpy(data.get("val", ids)).to(device)  # (batch, T + 1)
         x = block[:, :-1]
         y = block[:, 1:]
-        keys = [sequence_key(SEED_EVAL, i) for i in ids]
-        keys = torch.tensor(keys, device=device)
+        keys = sequence_keys(SEED_EVAL, each=ids, device=device)
         losses = model.losses(x, y, depths, keys)
         sizes = held_out.sizes[y[:n]].to(sums_at)
         for of_depth, loss in zip(sums, losses.values()):

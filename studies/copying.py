@@ -19,7 +19,7 @@ from dataloader import PackedData
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.figures import table
 from looped.files import write_atomic
-from looped.randomness import SEED_EVAL, sequence_key
+from looped.randomness import SEED_EVAL, sequence_keys
 from model import PRESETS
 from studies.pages import spread
 from studies.spectra import DEVICE, open_run
@@ -48,8 +48,7 @@ def token_losses(model, rows: np.ndarray) -> np.ndarray:
     depth = model.cfg.mu_rec if model.cfg.n_core else 0
     for start in range(0, len(rows), BATCH):
         block = torch.from_numpy(rows[start : start + BATCH]).to(DEVICE)
-        keys = [sequence_key(SEED_EVAL, start + i) for i in range(len(block))]
-        keys = torch.tensor(keys, device=DEVICE)
+        keys = sequence_keys(SEED_EVAL, each=range(start, start + len(block)), device=DEVICE)
         found = model.losses(block[:, :-1], block[:, 1:], [depth], keys)
         losses.append(found[depth].cpu().numpy())
     return np.concatenate(losses)

@@ -24,7 +24,7 @@ from looped.checkpoint import checkpoints, read_checkpoint, step_of
 from looped.console import Parser, fail, outside, positive_int, run_cli
 from looped.figures import Panel, figure, fmt, table
 from looped.files import write_atomic
-from looped.randomness import SEED_EVAL, sequence_key
+from looped.randomness import SEED_EVAL, sequence_keys
 from model import discretise, load_run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,8 +130,7 @@ def channels(model) -> dict:
 
 def measure(model, ids, loops: int) -> dict:
     """All numbers of a model on rows of tokens (rows, T)."""
-    keys = [sequence_key(SEED_EVAL, row) for row in range(len(ids))]
-    keys = torch.tensor(keys, device=ids.device)
+    keys = sequence_keys(SEED_EVAL, each=range(len(ids)), device=ids.device)
     found = stage_norms(model, ids, keys) | loop_norms(model, ids, keys, loops)
     return found | {"spectra": model.spectra()} | channels(model)
 

@@ -23,7 +23,7 @@ from looped.console import Parser, fail, outside, run_cli
 from looped.figures import fmt, table
 from looped.files import write_atomic
 from looped.logs import read_json, read_run
-from looped.randomness import SEED_EVAL, sequence_key
+from looped.randomness import SEED_EVAL, sequence_keys
 from looped.tokenizer import SPECIALS, encode, load_tokenizer
 from studies.comparisons import source_numbers
 from studies.spectra import open_run
@@ -43,7 +43,7 @@ def text_nats(model, ids: list[int], bos: int, depth: int) -> float:
     nats = 0.0
     for window, start in enumerate(range(0, len(ids) - 1, length)):
         row = ids[None, start : start + length + 1]
-        keys = torch.tensor([sequence_key(SEED_EVAL, window)], device=device)
+        keys = sequence_keys(SEED_EVAL, each=[window], device=device)
         losses = model.losses(row[:, :-1], row[:, 1:], [depth], keys)
         nats += losses[depth].double().sum().item()
     return nats

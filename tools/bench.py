@@ -27,7 +27,7 @@ from looped.figures import fmt, table
 from looped.files import write_atomic
 from looped.machine import Place, best_dtype, distributed, machine_name, peak_flops
 from looped.memory import CPU_CHUNK, warm_up
-from looped.randomness import SEED_STATE, sequence_key
+from looped.randomness import SEED_STATE, sequence_keys
 from model import PRESETS, Model, ModelConfig
 from muon import Optimizer, Rates
 from train import OPTIMIZERS, Batch, recipe_of, training_step
@@ -87,11 +87,10 @@ def random_batch(cfg: ModelConfig, rows: int, step: int, place: Place) -> Batch:
     generator = torch.Generator().manual_seed(step)
     shape = (rows, cfg.seq_len + 1)
     tokens = torch.randint(0, cfg.vocab_size, shape, generator=generator)
-    keys = [sequence_key(SEED_STATE, step, row) for row in range(rows)]
     n, k = sample_depths(cfg, 0, step, rows)
     return Batch(
         tokens=tokens.to(place.device),
-        keys=torch.tensor(keys, device=place.device),
+        keys=sequence_keys(SEED_STATE, step, each=range(rows), device=place.device),
         n=n,
         k=k,
         step_tokens=rows * cfg.seq_len * place.world,

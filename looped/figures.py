@@ -7,10 +7,10 @@ import numpy as np
 
 from looped.console import fail
 
+# the curves of a figure; line styles and markers tell them apart in black and white
 COLORS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7f7f7f", "#8c510a"]
-# line styles and markers tell the curves apart in black and white
-LINES = ["-", "--", "-.", ":"]
-MARKERS = "os^Dvx*P<"
+MARKERS = list("os^Dvx*")
+STYLE = {"color": COLORS * 4, "marker": MARKERS * 4, "linestyle": ["-", "--", "-.", ":"] * 7}
 
 
 def fmt(value: float | None, spec: str = ".4f") -> str:
@@ -19,24 +19,26 @@ def fmt(value: float | None, spec: str = ".4f") -> str:
     return format(value, spec)
 
 
-@dataclass
-class Interval:
-    mean: float
-    error: float  # standard error of the mean
-    half: float  # half the width of the 95 % Student t interval
-    n: int
-
-
-def interval(differences) -> Interval:
-    """The mean of two or more differences with its 95 % Student t interval."""
+def interval(values) -> tuple[float, float]:
+    """Of the mean of two or more values: its standard error, and half the width of its 95 % Student t
+    interval.
+    """
     try:
         from scipy import stats
     except ImportError:
         fail("confidence intervals need scipy; type pip install scipy")
-    n = len(differences)
-    error = float(stats.sem(differences))
-    half = error * float(stats.t.ppf(0.975, n - 1))
-    return Interval(float(np.mean(differences)), error, half, n)
+    error = stats.sem(values)
+    return error, error * stats.t.ppf(0.975, len(values) - 1)
+
+
+def plus_minus(values, spec: str = ".4f") -> str:
+    """The mean, with half the width of its 95 % t interval where there are several."""
+    if len(values) == 0:
+        return "–"
+    mean = fmt(np.mean(values), spec)
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {interval(values)[1]:{spec.lstrip('+')}}"
 
 
 def table(header: list, rows) -> list[str]:
@@ -58,7 +60,7 @@ def records_table(rows: list[dict], formats: dict[str, str]) -> list[str]:
 
 
 @dataclass
-class Panel:
+class Plot:
     """One pair of axes with a curve (x, y) for each name of its figure, maybe an empty one."""
 
     xlabel: str
@@ -67,25 +69,25 @@ class Panel:
     settings: dict = field(default_factory=dict)  # of matplotlib's Axes.set
 
 
-def figure(path, caption: str, names: list[str], panels: list[Panel], polar=False) -> list[str]:
-    """Draw the panels into one PNG, two in a row -> the markdown lines that show it.
+def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False) -> list[str]:
+    """Draw the plots into one PNG, two in a row -> the markdown lines that show it.
 
-    A panel without a finite value is left out; without any panel there is no file and no line.
+    A plot without a finite value is left out; without any there is no file and no line.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    panels = [panel for panel in panels if any(np.isfinite(y).any() for _, y in panel.curves)]
-    if not panels:
+    plots = [plot for plot in plots if any(np.isfinite(y).any() for _, y in plot.curves)]
+    if not plots:
         return []
-    columns = min(2, len(panels))
-    rows = math.ceil(len(panels) / 2)
+    columns = min(2, len(plots))
+    rows = math.ceil(len(plots) / 2)
     height = 4.6 if polar else 3.3
     size = (5.6 * columns, height * rows + 0.5)  # inches
     image = Figure(size, dpi=130, layout="constrained")
-    for place, panel in enumerate(panels, 1):
+    for place, plot in enumerate(plots, 1):
         axes = image.add_subplot(rows, columns, place, polar=polar)
-        draw(axes, panel, names)
+        draw(axes, plot, names)
         if polar:
             axes.tick_params(axis="x", pad=26)  # labels beside the circle
             axes.yaxis.set_major_locator(MaxNLocator(4))
@@ -95,24 +97,16 @@ def figure(path, caption: str, names: list[str], panels: list[Panel], polar=Fals
     return [f"![{caption}]({path.name})", "", caption, ""]
 
 
-def draw(axes, panel: Panel, names: list[str]) -> None:
-    for i, (name, (x, y)) in enumerate(zip(names, panel.curves, strict=True)):
-        axes.plot(
-            x,
-            y,
-            label=name,
-            color=COLORS[i % len(COLORS)],
-            linewidth=1.4,
-            linestyle=LINES[i % len(LINES)],
-            marker=MARKERS[i % len(MARKERS)],
-            markersize=5,
-            markevery=max(1, len(x) // 10),
-        )
-    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, **panel.settings)
+def draw(axes, plot: Plot, names: list[str]) -> None:
+    axes.set_prop_cycle(**STYLE)
+    for name, (x, y) in zip(names, plot.curves, strict=True):
+        every = max(1, len(x) // 10)
+        axes.plot(x, y, label=name, linewidth=1.4, markersize=5, markevery=every)
+    axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel, **plot.settings)
     axes.grid(alpha=0.3)
 
 
-def depth_panel(losses: list[dict[int, float]], ylabel: str) -> Panel:
+def depth_plot(losses: list[dict[int, float]], ylabel: str) -> Plot:
     """Loss against depth on a logarithmic axis, losses as {depth: loss} of each run.
 
     A run without a loop, whose only depth is 0, is a horizontal line across the others' depths.
@@ -126,4 +120,4 @@ def depth_panel(losses: list[dict[int, float]], ylabel: str) -> Panel:
         values = [loss[depth] for depth in known]
         curves.append((np.log2(known), np.array(values, float)))
     ticks = {"xticks": np.log2(depths), "xticklabels": depths}
-    return Panel("depth, loops", ylabel, curves, ticks)
+    return Plot("depth, loops", ylabel, curves, ticks)

@@ -335,7 +335,7 @@ def sizes(scale):
 
 
 LAW = ("validation loss", "loss by depth")
-CURVES = (
+CURVE_PANELS = (
     "training loss",
     "validation at 1",
     "validation at 4",
@@ -369,13 +369,13 @@ EXPERIMENTS = {
         tables=rdm, scales=RDM, unit="perplexity"),
     "granularity": Experiment(
         title="Depth per batch against depth per sequence (paper, appendix)",
-        tables=granularity, scales=RDM, depths="1,4,8,16", unit="perplexity", panels=(*CURVES, "state norm", "residual")),
+        tables=granularity, scales=RDM, depths="1,4,8,16", unit="perplexity", panels=(*CURVE_PANELS, "state norm", "residual")),
     "sampling": Experiment(
         title="Sampling of truncated recurrence (paper, appendix)",
-        tables=sampling, scales=RDM, depths="1,4,8,16,64", panels=(*CURVES, "validation at 64")),
+        tables=sampling, scales=RDM, depths="1,4,8,16,64", panels=(*CURVE_PANELS, "validation at 64")),
     "backward": Experiment(
         title="mu_rec and mu_bwd (paper, appendix)",
-        tables=backward, scales=RDM, depths="1,4,8,16,64", panels=(*CURVES, "validation at 64"), seeds=2),
+        tables=backward, scales=RDM, depths="1,4,8,16,64", panels=(*CURVE_PANELS, "validation at 64"), seeds=2),
     "mechanisms": Experiment(
         title="Other loop mechanisms (post, appendix)",
         tables=mechanisms, scales=TRANSFORMER, depths="1,4,8,16"),

@@ -15,14 +15,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from dataloader import PackedData
+from core_eval import open_run
 from looped.console import Parser, fail, positive_int, run_cli
-from looped.figures import table
+from looped.figures import plus_minus, table
 from looped.files import write_atomic
-from looped.randomness import SEED_EVAL, sequence_keys
+from looped.machine import distributed
 from model import PRESETS
-from studies.pages import spread
-from studies.spectra import DEVICE, open_run
+from studies.spectra import validation_rows
 
 BATCH = 16  # rows at once
 LOSSES = ["all", "foretold", "others"]
@@ -42,14 +41,12 @@ def foretold(rows: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def token_losses(model, rows: np.ndarray) -> np.ndarray:
+def token_losses(model, rows, keys) -> np.ndarray:
     """rows (N, T + 1) -> nats of each target at depth mu_rec, (N, T)."""
     losses = []
     depth = model.cfg.mu_rec if model.cfg.n_core else 0
-    for start in range(0, len(rows), BATCH):
-        block = torch.from_numpy(rows[start : start + BATCH]).to(DEVICE)
-        keys = sequence_keys(SEED_EVAL, each=range(start, start + len(block)), device=DEVICE)
-        found = model.losses(block[:, :-1], block[:, 1:], [depth], keys)
+    for block, own in zip(rows.split(BATCH), keys.split(BATCH)):
+        found = model.losses(block[:, :-1], block[:, 1:], [depth], own)
         losses.append(found[depth].cpu().numpy())
     return np.concatenate(losses)
 
@@ -66,22 +63,19 @@ def arm_of(cfg, preset: str) -> str:
 
 def measure(path: Path, args) -> dict:
     """Mean losses of a run on the first validation rows."""
-    model, cfg, config = open_run(path)
+    model, _, config = open_run(path, distributed("auto").device)
     told = config["args"]
     if "preset" not in told:
         fail(f"{path} was not trained here; leave it out")
-    data = PackedData(args.data or config["data"]["path"])
-    if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
-        fail(f"{data.folder} does not fit {path}: it needs rows of its own tokenizer")
-    rows = data.get("val", np.arange(min(args.rows, data.rows("val"))))
-    losses = token_losses(model, rows)
-    marks = foretold(rows)
-    trained = config["steps"] * told["batch_size"] * cfg.seq_len
+    rows, folder, keys = validation_rows(path, model, config, args)
+    losses = token_losses(model, rows, keys)
+    marks = foretold(rows.cpu().numpy())
+    trained = config["steps"] * told["batch_size"] * model.cfg.seq_len
     return {
         "run": path.name,
-        "arm": arm_of(cfg, told["preset"]),
+        "arm": arm_of(model.cfg, told["preset"]),
         "tokens a parameter": f"{trained / config['params']:.3g}",
-        "rows of": data.folder.parent.name,
+        "rows of": folder.parent.name,
         "seed": told["seed"],
         "foretold tokens": marks.mean(),
         "all": losses.mean(),
@@ -90,7 +84,7 @@ def measure(path: Path, args) -> dict:
     }
 
 
-def differences(runs: pd.DataFrame) -> list[str]:
+def difference_table(runs: pd.DataFrame) -> list[str]:
     """The table of losses less those of the first arm of as many tokens, paired by seed."""
     first = {}
     rows = []
@@ -99,7 +93,7 @@ def differences(runs: pd.DataFrame) -> list[str]:
         base, base_losses = first.setdefault(tuple(length), (arm, losses))
         gaps = (losses - base_losses).dropna()
         if base != arm and len(gaps):
-            cells = [spread(gaps[name], "+.4f") for name in LOSSES]
+            cells = [plus_minus(gaps[name], "+.4f") for name in LOSSES]
             rows.append([arm, base, length[0], len(gaps), *cells])
     header = ["loss of", "less that of", "tokens a parameter", "seeds", *LOSSES]
     return table(header, rows) if rows else []
@@ -115,11 +109,11 @@ def main(argv=None):
     add("--out", type=Path, default=page, help="page, without suffix (default: %(default)s)")
     args = parser.parse_args(argv)
     runs = pd.DataFrame([measure(path, args) for path in args.runs])
-    means = runs.groupby(ARM, sort=False)[LOSSES].agg(spread).reset_index()
+    means = runs.groupby(ARM, sort=False)[LOSSES].agg(plus_minus).reset_index()
     lines = ["# Loss of the tokens that their row foretells, and of others", ""]
     lines += ["Nats a token at depth mu_rec; mean over seeds ± half the 95 % t interval.", ""]
     lines += table(list(means), means.to_numpy())
-    lines += differences(runs)
+    lines += difference_table(runs)
     runs["foretold tokens"] = runs["foretold tokens"].map("{:.1%}".format)
     runs[LOSSES] = runs[LOSSES].map("{:.4f}".format)
     lines += table(list(runs), runs.to_numpy())

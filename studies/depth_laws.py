@@ -13,7 +13,7 @@ from scipy import stats
 
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.depth import sample_depths
-from looped.figures import Panel, figure, fmt, table
+from looped.figures import Plot, figure, fmt, table
 from looped.files import write_atomic
 from model import ModelConfig
 
@@ -55,18 +55,18 @@ def main(argv=None):
     if args.mu_bwd > args.mu_rec:
         fail(f"--mu-bwd {args.mu_bwd} exceeds --mu-rec {args.mu_rec}; try --mu-bwd {args.mu_rec}")
     depths = np.arange(3 * args.mu_rec + 1)
-    panels = []
+    plots = []
     rows = []
     for law in LAWS:
         share = sampled(law, args.mu_rec, args.mu_bwd, depths, SEQUENCES)
         formula = probabilities(law, args.mu_rec, args.mu_bwd, depths)
-        panels.append(Panel("depth, loops", law, [(depths, share), (depths, formula)]))
+        plots.append(Plot("depth, loops", law, [(depths, share), (depths, formula)]))
         numbers = [share @ depths, formula @ depths, np.abs(share - formula).max()]
         rows.append([law, *map(fmt, numbers)])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     caption = f"Share of sequences by depth, mu_rec {args.mu_rec}, mu_bwd {args.mu_bwd}."
     lines = [f"# Depth laws, {SEQUENCES:,} sequences", ""]
-    lines += figure(args.out.with_suffix(".png"), caption, ["drawn", "formula"], panels)
+    lines += figure(args.out.with_suffix(".png"), caption, ["drawn", "formula"], plots)
     lines += table(["law", "mean drawn", "mean of the formula", "largest difference"], rows)
     write_atomic(args.out, "\n".join(lines).encode())
     print(f"written: {args.out}")

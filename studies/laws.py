@@ -81,7 +81,7 @@ PAPER_OPTIMA = {
 PAPER_EXPONENT = 0.40  # of the best mu_rec in the FLOPs
 
 
-def at_mu(preset: str, mu: int):
+def config_at(preset: str, mu: int):
     """The preset's configuration at another mean recurrence, with mu_bwd by the paper's rule."""
     return replace(PRESETS[preset], mu_rec=mu, mu_bwd=math.ceil(mu / 2))
 

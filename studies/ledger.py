@@ -27,7 +27,7 @@ from model import ModelConfig
 
 LEDGER = Path("results/runs.jsonl")
 CURVE_POINTS = 60
-CURVES = ["loss", "state_norm", "residual"]  # of the training log
+LOGGED = ["loss", "state_norm", "residual"]  # of the training log
 # Settings that decide nothing (CHANGEABLE), or that are told by others: the preset by the network
 # and the rates, the length in tokens or FLOPs by the steps. The validation set decides the number
 # measured.
@@ -76,7 +76,7 @@ def defaults() -> dict:
 
 def steps_of(records: list[dict]) -> pd.DataFrame:
     """The training log as a frame; what a run did not log is NaN."""
-    steps = pd.DataFrame(records, columns=["step", "tokens", "tok_s", "ms", "skipped", *CURVES])
+    steps = pd.DataFrame(records, columns=["step", "tokens", "tok_s", "ms", "skipped", *LOGGED])
     return steps.astype(float)
 
 
@@ -100,19 +100,19 @@ def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
     return int(steps.step[bad].min()) if bad.any() else None
 
 
-def plain(value):
+def six_digits(value):
     """A number for JSON in six digits; None for what is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
 
 
-def thinned(steps: pd.DataFrame) -> dict[str, list]:
+def training_curve(steps: pd.DataFrame) -> dict[str, list]:
     """The training curve in at most CURVE_POINTS points: means, and the last of their tokens."""
     points = steps.groupby(steps.index * CURVE_POINTS // len(steps))
-    curve = points[CURVES].mean(skipna=False).assign(tokens=points.tokens.last())
+    curve = points[LOGGED].mean(skipna=False).assign(tokens=points.tokens.last())
     curve = curve.dropna(axis="columns", how="all")
-    return {name: list(map(plain, values)) for name, values in curve.items()}
+    return {name: list(map(six_digits, values)) for name, values in curve.items()}
 
 
 def scores(run: LoggedRun) -> list[dict]:
@@ -129,8 +129,8 @@ def scores(run: LoggedRun) -> list[dict]:
 
 def evaluation(entry: dict) -> dict:
     """A validation during training: its tokens, its losses by depth, the spectral radius."""
-    losses = {str(depth): plain(loss) for depth, loss in entry["loss"].items()}
-    return {"tokens": entry["tokens"], "loss": losses, "rho": plain(entry.get("rho"))}
+    losses = {str(depth): six_digits(loss) for depth, loss in entry["loss"].items()}
+    return {"tokens": entry["tokens"], "loss": losses, "rho": six_digits(entry.get("rho"))}
 
 
 def record(path: Path) -> dict | None:
@@ -151,7 +151,7 @@ def record(path: Path) -> dict | None:
         "loss": {} if stopped else run.last["loss"],
         "eval_tokens": run.last.get("eval_tokens"),
         "unigram": run.unigram,
-        "spectra": {"rho": plain(run.last.get("rho"))},
+        "spectra": {"rho": six_digits(run.last.get("rho"))},
         "evals": [evaluation(entry) for entry in evals],
         "core": scores(run),
     }
@@ -172,7 +172,7 @@ def identity(run: LoggedRun) -> dict:
         "data": config["data"]["sha256"],
         "commit": config["git"]["commit"],
         "changed": bool(config["git"]["diff"]),
-        "tokens_per_param": plain(run.train[-1]["tokens"] / config["params"]),
+        "tokens_per_param": six_digits(run.train[-1]["tokens"] / config["params"]),
     }
     return {name: config[name] for name in copied} | told
 
@@ -182,13 +182,13 @@ def of_steps(steps: pd.DataFrame) -> dict:
     return {
         "tokens": int(steps.tokens.iloc[-1]),
         "skipped": int(steps.skipped.sum()),
-        "first_loss": plain(steps.loss[0]),
-        "last_loss": plain(steps.loss.iloc[-1]),
-        "lowest_loss": plain(steps.loss.min()),
-        "largest_state_norm": plain(steps.state_norm.max()),
-        "tok_s": plain(steps.tok_s.median()),
-        "minutes": plain(steps.ms.sum() / 6e4),
-        "curve": thinned(steps),
+        "first_loss": six_digits(steps.loss[0]),
+        "last_loss": six_digits(steps.loss.iloc[-1]),
+        "lowest_loss": six_digits(steps.loss.min()),
+        "largest_state_norm": six_digits(steps.state_norm.max()),
+        "tok_s": six_digits(steps.tok_s.median()),
+        "minutes": six_digits(steps.ms.sum() / 6e4),
+        "curve": training_curve(steps),
     }
 
 

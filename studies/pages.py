@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from looped.figures import Panel, depth_panel, figure, fmt, interval, records_table, table
+from looped.figures import Plot, depth_plot, figure, fmt, interval, plus_minus, records_table, table
 from looped.files import write_atomic
 from studies.comparisons import EXPERIMENTS, Arm, flat
 from studies.ledger import read_ledger
 from studies.scaling_laws import rows_of, write_fit
 
 OTHER = {"row": "col", "col": "row"}
-CURVES = {  # panels over training: the column of the run's history
+OVER_TRAINING = {  # panels over training: the column of the run's history
     "training loss": "loss",
     "state norm": "state_norm",
     "residual": "residual",
@@ -56,16 +56,6 @@ def loss_at(line: dict, depth) -> float:
     return line["loss"].get(depth, math.nan)
 
 
-def spread(values, spec: str = ".4f") -> str:
-    """The mean, with half the width of its 95 % t interval where there are several."""
-    if len(values) == 0:
-        return "–"
-    mean = fmt(np.mean(values), spec)
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {interval(values).half:{spec.lstrip('+')}}"
-
-
 def cell(lines: list[dict], depth, unit: str) -> str:
     """What the seeds of an arm say at a depth: those that diverge or are stuck, and the mean loss.
 
@@ -85,7 +75,7 @@ def cell(lines: list[dict], depth, unit: str) -> str:
         losses = np.exp(losses)
         spec = ".2f"
     if len(losses) or not said:
-        said.append(spread(losses, spec))
+        said.append(plus_minus(losses, spec))
     return "; ".join(said)
 
 
@@ -131,15 +121,15 @@ def sentence(d: Difference) -> str:
     n = len(d.values)
     note = ""
     if n > 1:
-        i = interval(d.values)
-        inside = ", includes 0" if abs(mean) <= i.half else ""
-        note = f" (95 % t interval{inside}; standard error {i.error:.4f})"
+        error, half = interval(d.values)
+        inside = ", includes 0" if abs(mean) <= half else ""
+        note = f" (95 % t interval{inside}; standard error {error:.4f})"
     known = [arm.source.get("mu") for arm in (d.base, d.arm)]
     if all(isinstance(number, float) for number in known):
         note += f"; source {known[1]:g} against {known[0]:g}"
     side = "lower" if mean < 0 else "higher"
     pair = f"{d.arm.name()} is {side} than {d.base.name()}"
-    return f"- {pair} by {spread(np.sign(mean) * d.values)} nats/token, n = {n}{note}."
+    return f"- {pair} by {plus_minus(np.sign(mean) * d.values)} nats/token, n = {n}{note}."
 
 
 def difference_table(tables: list[list[Arm]], experiment) -> list[str]:
@@ -148,7 +138,7 @@ def difference_table(tables: list[list[Arm]], experiment) -> list[str]:
     for depth, arms in product(sorted(known & DEPTHS), tables):
         for d in differences(arms, experiment, depth):
             names = [d.arm.name(), getattr(d.base, experiment.base)]
-            cells.append([*names, f"depth {depth}", spread(d.values, "+.4f")])
+            cells.append([*names, f"depth {depth}", plus_minus(d.values, "+.4f")])
     if not cells:
         return []
     names = ["loss of", "less that of"]
@@ -209,7 +199,7 @@ def score_table(arms: list[Arm]) -> list[str]:
     if not scores:
         return []
     frame = pd.DataFrame(scores, columns=["arm", "score", "mean"])
-    rows = frame.pivot_table("mean", "arm", "score", aggfunc=spread, sort=False)
+    rows = frame.pivot_table("mean", "arm", "score", aggfunc=plus_minus, sort=False)
     rows["source"] = pd.Series(source)
     return ["## Downstream", "", *frame_table(rows)]
 
@@ -224,7 +214,7 @@ def run_table(lines: list[dict]) -> list[str]:
     return ["## Runs", "", header.replace("_", " "), *body]
 
 
-def circumstances(line: dict) -> str:
+def origin(line: dict) -> str:
     """Where a run was made."""
     commit = f"commit {str(line['commit'])[:10]}"
     if line["changed"]:
@@ -239,7 +229,7 @@ def circumstances(line: dict) -> str:
 
 def curve(line: dict, kind: str) -> tuple:
     """(x, y) of one run's curve over training; a flat model is validated at depth 0 alone."""
-    name = CURVES.get(kind)
+    name = OVER_TRAINING.get(kind)
     if name is None:
         depth = line["mu_rec"]
         if kind.startswith("validation at ") and depth:
@@ -250,24 +240,24 @@ def curve(line: dict, kind: str) -> tuple:
     return values.index / 1e6, values.to_numpy(float)
 
 
-def panel(kind: str, arms: list[Arm], title: str, experiment) -> Panel:
-    """A panel of the first seeds' runs, or of the mean differences over seeds; an arm may have no
+def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
+    """A plot of the first seeds' runs, or of the mean differences over seeds; an arm may have no
     run.
     """
     ylabel = f"{title}\n{kind}".strip()
     firsts = [(lines_of([arm]) or [NO_RUN])[0] for arm in arms]
     losses = [line["loss"] for line in firsts]
     if kind == "loss by depth":
-        return depth_panel(losses, ylabel)
+        return depth_plot(losses, ylabel)
     if kind == "difference by depth":
         means = {arm.name(): {} for arm in arms}
         for depth in set().union(*losses):
             for d in differences(arms, experiment, depth):
                 means[d.arm.name()][depth] = d.values.mean()
-        return depth_panel(list(means.values()), ylabel)
+        return depth_plot(list(means.values()), ylabel)
     scale = "log" if kind in ("state norm", "residual") else "linear"
     curves = [curve(line, kind) for line in firsts]
-    return Panel("tokens trained, millions", ylabel, curves, {"yscale": scale})
+    return Plot("tokens trained, millions", ylabel, curves, {"yscale": scale})
 
 
 def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
@@ -281,13 +271,13 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
             label = getattr(arm, OTHER[experiment.split])
         groups.setdefault(title, {})[label] = arm
     names = dict.fromkeys(chain.from_iterable(groups.values()))
-    panels = []
+    plots = []
     for title, members in groups.items():
         shown = [members.get(name, Arm(name)) for name in names]
         for kind in experiment.panels:
-            panels.append(panel(kind, shown, title, experiment))
+            plots.append(plot_of(kind, shown, title, experiment))
     caption = "Curves: the first seed's runs. Differences: mean over seeds."
-    return figure(path, caption, list(names), panels)
+    return figure(path, caption, list(names), plots)
 
 
 # -- the page
@@ -329,7 +319,7 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     text += score_table(arms)
     text += difference_table(tables, experiment)
     text += run_table(lines)
-    text += [*sorted({circumstances(line) for line in lines}), ""]
+    text += [*sorted({origin(line) for line in lines}), ""]
     write_atomic(Path(f"{args.out}.md"), "\n".join(text).encode())
     print(f"written: {args.out}.md")
     good = [line for line in lines if not line["diverged_at"]]
@@ -343,12 +333,12 @@ def held_out(lines: list[dict], known: list[dict]) -> list[dict]:
 
     They may differ in mu_rec, length and seed.
     """
-    wanted = kind(lines[-1])
+    wanted = family(lines[-1])
     others = [line for line in known if line not in lines and not line["diverged_at"]]
-    return [line for line in others if kind(line) == wanted]
+    return [line for line in others if family(line) == wanted]
 
 
-def kind(line: dict) -> dict:
+def family(line: dict) -> dict:
     """What held-out runs share with the fitted ones."""
     free = {"steps", "seed", "mu_rec", "mu_bwd"}
     shared = {name: value for name, value in line["settings"].items() if name not in free}

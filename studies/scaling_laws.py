@@ -21,7 +21,7 @@ from model import PRESETS, config_of
 from studies import law_figures, laws, ledger
 from studies.laws import LAWS
 
-COLUMNS = ["run", "mu_rec", "depth", "tokens", "flops", "n_eff", "loss"]
+ROW = ["run", "mu_rec", "depth", "tokens", "flops", "n_eff", "loss"]
 
 # -- the data
 
@@ -35,14 +35,14 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
         size = [line["tokens"], flops, laws.effective_params(cfg)]
         for depth, loss in line["loss"].items():
             rows.append([line["run"], cfg.mu_rec, depth, *size, loss])
-    return pd.DataFrame(rows, columns=COLUMNS).astype({"loss": float})
+    return pd.DataFrame(rows, columns=ROW).astype({"loss": float})
 
 
-def usable(rows: pd.DataFrame, left: list[str]) -> pd.DataFrame:
+def prepared(rows: pd.DataFrame, left: list[str]) -> pd.DataFrame:
     """Adds the budget (FLOPs to two digits) and "best", the run's loss at mu_rec; leaves out what
     cannot be used.
     """
-    rows = rows[np.isfinite(rows.loss)].drop_duplicates(COLUMNS[1:])  # one run, two names
+    rows = rows[np.isfinite(rows.loss)].drop_duplicates(ROW[1:])  # one run, two names
     rows = rows.assign(budget=rows.flops.map("{:.2g}".format).astype(float))
     at_mu = rows[rows.depth == rows.mu_rec].set_index("run")
     for run in set(rows.run) - set(at_mu.index):
@@ -84,7 +84,7 @@ def fit_all(rows: pd.DataFrame, left: list[str], held_out: pd.DataFrame) -> dict
     return result
 
 
-def plain(value):
+def for_json(value):
     """For JSON: arrays and numpy's numbers as Python's, fits as dictionaries."""
     return asdict(value) if isinstance(value, laws.Fit) else value.tolist()
 
@@ -92,8 +92,8 @@ def plain(value):
 def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
     """Fits, prints, and writes fit.md, fit.json and figures into the folder."""
     left = []
-    rows = usable(rows, left)
-    held_out = usable(held_out, [])
+    rows = prepared(rows, left)
+    held_out = prepared(held_out, [])
     result = fit_all(rows, left, held_out)
     page = [f"# Fits of {rows.run.nunique()} runs", "", "[95 % interval], by bootstrap.", ""]
     if result["isoflop"]["budgets"]:
@@ -115,7 +115,7 @@ def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
     page += number_table("law", errors)
     print(*page, sep="\n")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "fit.json").write_text(json.dumps(result, default=plain), encoding="utf-8")
+    (out / "fit.json").write_text(json.dumps(result, default=for_json), encoding="utf-8")
     page += [f"![]({name}.png)" for name in law_figures.draw_all(result, rows, held_out, out)]
     (out / "fit.md").write_text("\n".join(page), encoding="utf-8")
     return result
@@ -186,7 +186,7 @@ def of_fit(path: Path, preset: str) -> Known:
     if "train" not in result:
         fail(f"{path} has no law of training, and says in left_out why; fit more runs")
     for mu, n_eff in result["n_eff"].items():
-        if laws.effective_params(laws.at_mu(preset, int(mu))) != n_eff:
+        if laws.effective_params(laws.config_at(preset, int(mu))) != n_eff:
             fail(f"{path} is of another model than --preset {preset}; name its preset")
     mus = [int(mu) for mu in result["n_eff"] if mu != "1"]
     iso = result["isoflop"]
@@ -204,7 +204,7 @@ def advise(args) -> None:
     """
     known = of_fit(args.fit, args.preset) if args.fit else of_paper(args.preset)
     first, last = known.grid[0], known.grid[-1]
-    models = [laws.at_mu(args.preset, mu) for mu in known.grid]
+    models = [laws.config_at(args.preset, mu) for mu in known.grid]
     N = [laws.effective_params(cfg) for cfg in models]
     D = [args.flops / cfg.flops_per_token() for cfg in models]
     loss = laws.predict(known.logs, N, D)  # (1 + bootstraps, grid)

@@ -9,7 +9,8 @@ Normalization" plots.
 Spectral norms of Ā (the carry of a loop), of the input matrix B̄ (gain ⊙ B) and of C. On rows
 of the validation data: the expansion ‖Cx‖/‖x‖, the state norm ‖h_depth‖ after 0 … 24 loops, the
 recurrent residual ‖h_depth - h_{depth-1}‖, and the norms after each block of the prelude and of the
-first loop. Norms are Euclidean over channels, then averaged over tokens.
+first loop. Norms are Euclidean over channels, then averaged over tokens. On a CPU all is
+computed in float32, as for CORE.
 """
 
 import json
@@ -19,15 +20,16 @@ import numpy as np
 import pandas as pd
 import torch
 
+from core_eval import open_run
 from dataloader import PackedData
 from looped.checkpoint import checkpoints, read_checkpoint, step_of
-from looped.console import Parser, fail, outside, positive_int, run_cli
-from looped.figures import Panel, figure, fmt, table
+from looped.console import Parser, fail, positive_int, run_cli
+from looped.figures import Plot, figure, fmt, table
 from looped.files import write_atomic
+from looped.machine import distributed
 from looped.randomness import SEED_EVAL, sequence_keys
-from model import discretise, load_run
+from model import discretise
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # measured, up to --loops
 SPECTRA = {"rho": "ρ(Ā)", "carry_norm": "‖Ā‖", "write_norm": "‖B̄‖", "readout_norm": "‖C‖"}
 QUANTILES = {"least": 0.0, "a tenth": 0.1, "median": 0.5, "nine tenths": 0.9, "largest": 1.0}
@@ -128,41 +130,37 @@ def channels(model) -> dict:
     return {name: dict(zip(QUANTILES, values.tolist())) for name, values in found.items()}
 
 
-def measure(model, ids, loops: int) -> dict:
+def measure(model, ids, keys, loops: int) -> dict:
     """All numbers of a model on rows of tokens (rows, T)."""
-    keys = sequence_keys(SEED_EVAL, each=range(len(ids)), device=ids.device)
     found = stage_norms(model, ids, keys) | loop_norms(model, ids, keys, loops)
     return found | {"spectra": model.spectra()} | channels(model)
 
 
-def open_run(path: Path) -> tuple:
-    """-> (model, its ModelConfig, the run's config.json); what is no run is refused."""
-    unusable = (FileNotFoundError, ValueError, RuntimeError)
-    with outside(f"{path} cannot be loaded", "give a run of train.py", unusable):
-        return load_run(path, DEVICE)
-
-
-def tokens_of(path: Path, config: dict, args):
-    """Validation rows (rows, T) for a run, from --data or from its own rows."""
+def validation_rows(path: Path, model, config: dict, args) -> tuple:
+    """The first validation rows (rows, T + 1) for a run, of --data or its own; their folder; and
+    their keys.
+    """
     packed = PackedData(args.data or config["data"]["path"])
     if packed.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
         fail(f"{packed.folder} does not fit {path}: it needs rows of its own tokenizer")
-    count = min(args.rows, packed.rows("val"))
-    block = torch.from_numpy(packed.get("val", np.arange(count)))
-    return block[:, :-1][:, : config["model"]["seq_len"]].to(DEVICE)
+    numbers = np.arange(min(args.rows, packed.rows("val")))
+    device = model.cos.device
+    rows = torch.from_numpy(packed.get("val", numbers))[:, : model.cfg.seq_len + 1].to(device)
+    return rows, packed.folder, sequence_keys(SEED_EVAL, each=numbers, device=device)
 
 
 def measure_run(path: Path, args) -> list[dict]:
     """What is measured of a run's newest checkpoint or, with --checkpoints, of each by step."""
-    model, cfg, config = open_run(path)
-    if cfg.n_core == 0:
+    model, _, config = open_run(path, distributed("auto").device)
+    if model.cfg.n_core == 0:
         fail(f"{path} has no loop to look into; leave it out")
-    ids = tokens_of(path, config, args)
+    rows, _, keys = validation_rows(path, model, config, args)
+    ids = rows[:, :-1]
     files = checkpoints(path)
     if not args.checkpoints:
         files = files[-1:]
     batch = config["args"].get("batch_size", 0)  # imported weights have none
-    tokens = batch * cfg.seq_len  # a step
+    tokens = batch * model.cfg.seq_len  # a step
     found = []
     for file in files:
         model.load_state_dict(read_checkpoint(file)["model"])
@@ -175,7 +173,7 @@ def measure_run(path: Path, args) -> list[dict]:
             "command": config["command"],
             "tokens_per_param": step * tokens / config["params"],
         }
-        found.append(about | measure(model, ids, args.loops))
+        found.append(about | measure(model, ids, keys, args.loops))
     return found
 
 
@@ -189,20 +187,20 @@ def frame_of(runs: list[dict], key: str) -> pd.DataFrame:
     return frame.rename(index=SPECTRA).dropna(how="all")
 
 
-def panel_of(runs: list[dict], key: str) -> Panel:
+def plot_of(runs: list[dict], key: str) -> Plot:
     """Against depth or stage, a curve for each run; the runs may have different numbers of blocks."""
     curves = []
     for _, values in frame_of(runs, key).items():
         known = values.dropna()
         curves.append((known.index.to_numpy(), known.to_numpy()))
     xlabel = "depth" if QUANTITIES[key].endswith("by depth") else "stage"
-    return Panel(xlabel, QUANTITIES[key], curves, {"yscale": "log"})
+    return Plot(xlabel, QUANTITIES[key], curves, {"yscale": "log"})
 
 
 def newest_figure(runs: list[dict], out: Path) -> list[str]:
-    panels = [panel_of(runs, key) for key in list(QUANTITIES)[:5]]
+    plots = [plot_of(runs, key) for key in list(QUANTITIES)[:5]]
     caption = "State, residual and expansion by loops; norms by stage."
-    return figure(out / "norms.png", caption, [run["name"] for run in runs], panels)
+    return figure(out / "norms.png", caption, [run["name"] for run in runs], plots)
 
 
 def training_figures(found: list[dict], out: Path) -> list[str]:
@@ -213,8 +211,8 @@ def training_figures(found: list[dict], out: Path) -> list[str]:
         frame = frame_of(found, key)
         curves = [(steps, values.to_numpy()) for _, values in frame.iterrows()]
         picture = out / f"training-{key.removesuffix('/Δ').replace(' ', '-')}.png"
-        panel = Panel("step", label, curves)
-        lines += figure(picture, f"Over training: {label}.", list(map(str, frame.index)), [panel])
+        plot = Plot("step", label, curves)
+        lines += figure(picture, f"Over training: {label}.", list(map(str, frame.index)), [plot])
     return lines
 
 

@@ -19,17 +19,18 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from core_eval import open_run
 from looped.console import Parser, fail, outside, run_cli
 from looped.figures import fmt, table
 from looped.files import write_atomic
 from looped.logs import read_json, read_run
+from looped.machine import distributed
 from looped.randomness import SEED_EVAL, sequence_keys
-from looped.tokenizer import SPECIALS, encode, load_tokenizer
+from looped.tokenizer import BOS, encode
 from studies.comparisons import source_numbers
-from studies.spectra import open_run
 
 TASKS = ["hellaswag", "arc_challenge", "arc_easy", "piqa", "boolq", "sciq"]
-COLUMNS = ["validation", "by token", "by word", *TASKS]
+MEASURES = ["validation", "by token", "by word", *TASKS]
 
 
 @torch.no_grad()
@@ -51,10 +52,9 @@ def text_nats(model, ids: list[int], bos: int, depth: int) -> float:
 
 def text_perplexities(path: Path, text: str) -> dict:
     """Perplexities of a text by a run, at depth mu_rec."""
-    model, cfg, _ = open_run(path)
-    enc = load_tokenizer(path / "tokenizer.json")
+    model, enc, _ = open_run(path, distributed("auto").device)
     ids = encode(enc, text)
-    nats = text_nats(model, ids, enc.encode_single_token(SPECIALS[0]), cfg.mu_rec)
+    nats = text_nats(model, ids, enc.encode_single_token(BOS), model.cfg.mu_rec)
     words = len(text.split())
     return {"by token": math.exp(nats / len(ids)), "by word": math.exp(nats / words)}
 
@@ -108,7 +108,7 @@ def main(argv=None):
         run = read_run(path)
         name = f"{path}, {run.config['args']['preset']}"
         rows[name] = {"validation": math.exp(run.loss)} | measured(path, args)
-    frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=COLUMNS)
+    frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=MEASURES)
     frame["mean"] = frame[TASKS].mean(axis=1, skipna=False)
     source = source_numbers("zero_shot").pivot(index="row", columns="of", values="value")
     both = pd.concat([frame, source.rename("source, {}".format).astype(float)])

@@ -11,6 +11,7 @@ import torch
 from helpers import refused, run_program
 
 import train
+from looped import figures
 from looped.logs import read_log
 from looped.randomness import SEED_EVAL, sequence_key
 from model import load_run
@@ -181,8 +182,8 @@ def test_paired_differences_and_the_sentence_by_hand():
         in said
     )
     assert "source 4.0859 against 4.1022" in said
-    assert pages.spread(list(values)) == f"{values.mean():.4f} ± {half:.4f}"
-    assert pages.spread([1.5]) == "1.5000" and pages.spread([]) == "–"
+    assert figures.plus_minus(list(values)) == f"{values.mean():.4f} ± {half:.4f}"
+    assert figures.plus_minus([1.5]) == "1.5000" and figures.plus_minus([]) == "–"
 
 
 def test_scores_stand_under_their_depth_and_a_flat_models_under_mu_rec():

@@ -9,7 +9,7 @@ import statistics
 import pytest
 from helpers import refused
 
-from looped.figures import interval
+from looped.figures import interval, plus_minus
 from looped.logs import read_log, read_run
 from tools import report
 
@@ -166,7 +166,7 @@ def test_the_report_opens_with_one_sentence_and_the_losses_by_depth(tmp_path, ru
     )
     assert lines[4] == "depth.png"
     losses = [read_run(run).last["loss"] for run in (loop, flat)]
-    (_, curve), (x, level) = report.depth_panel(losses, "loss").curves
+    (_, curve), (x, level) = report.depth_plot(losses, "loss").curves
     assert list(curve) == [4.5 + SHIFTS[d] for d in DEPTHS]
     assert list(x) == [0, 4] and list(level) == [4.7, 4.7]  # as wide as log2 of the depths
 
@@ -204,10 +204,10 @@ def test_a_repeated_step_counts_once_and_its_last_record_wins(tmp_path):
 )
 def test_half_width_of_the_interval_is_the_tabled_t_times_the_standard_error(n, t):
     d = [0.01 * math.sin(i * i) for i in range(n)]
-    found = interval(d)
-    assert found.mean == pytest.approx(statistics.mean(d)) and found.n == n
-    assert found.error == pytest.approx(statistics.stdev(d) / n**0.5)
-    assert found.half / found.error == pytest.approx(t, abs=6e-5)
+    error, half = interval(d)
+    assert error == pytest.approx(statistics.stdev(d) / n**0.5)
+    assert half / error == pytest.approx(t, abs=6e-5)
+    assert plus_minus(d) == f"{statistics.mean(d):.4f} ± {half:.4f}"
 
 
 def test_arms_are_paired_by_seed_in_any_order(tmp_path, run_report):

@@ -47,7 +47,7 @@ def made(preset="parcae-140m", noise=0.0, seed=0, depths=(), mus=MUS, budgets=No
     rows = []
     for budget in budgets or PAPER[preset].budgets:
         for mu in mus:
-            cfg = laws.at_mu(preset, mu)
+            cfg = laws.config_at(preset, mu)
             run = {"run": f"{budget:g}-{mu}", "mu_rec": mu, "flops": budget}
             run |= {"n_eff": laws.effective_params(cfg), "tokens": budget / cfg.flops_per_token()}
             floor = laws.predict(laws.PAPER[preset], run["n_eff"], run["tokens"])[0]
@@ -59,7 +59,7 @@ def made(preset="parcae-140m", noise=0.0, seed=0, depths=(), mus=MUS, budgets=No
 
 
 def good(rows):
-    return scaling_laws.usable(rows, [])
+    return scaling_laws.prepared(rows, [])
 
 
 def fitted(rows, name="train", seed=0):
@@ -99,8 +99,8 @@ def test_unrolled_reading_of_n_is_nearest_to_the_papers_stated_errors():
             off[name] += abs(abs(error) - paper.stated)
             if name == "unrolled":
                 assert error == pytest.approx(paper.ours, abs=0.006)
-        assert laws.effective_params(laws.at_mu(preset, 1)) == paper.parameters
-        assert laws.effective_params(laws.at_mu(preset, 8)) == readings(preset, 8)["unrolled"]
+        assert laws.effective_params(laws.config_at(preset, 1)) == paper.parameters
+        assert laws.effective_params(laws.config_at(preset, 8)) == readings(preset, 8)["unrolled"]
     assert min(off, key=off.get) == "unrolled"
 
 
@@ -165,7 +165,7 @@ def test_paper_coefficients_are_recovered(size, tolerance):
     f = fitted(made(preset))
     assert f.law == pytest.approx(truth, rel=1e-5) and f.at_bound == []
     assert max(f.errors.values()) < 1e-3  # in %, those on the budgets left out among them
-    N = laws.effective_params(laws.at_mu(preset, 8))
+    N = laws.effective_params(laws.config_at(preset, 8))
     loss = laws.predict(laws.PAPER[preset], N, PAPER[preset].tokens)[0]
     f = fitted(made(preset, 0.002, seed=1), seed=1)
     for name, limit in zip("Eab", tolerance):
@@ -299,7 +299,7 @@ def test_advice_is_measured_optima_their_power_law_and_the_lowest_loss_of_the_la
     argv = ["advise", "--flops", "2e18", "--preset", "parcae-140m"]
     scores = {}
     for mu in range(2, 13):
-        D = 2e18 / laws.at_mu("parcae-140m", mu).flops_per_token()
+        D = 2e18 / laws.config_at("parcae-140m", mu).flops_per_token()
         N = readings("parcae-140m", mu)["unrolled"]
         scores[mu] = 2.662 + 522733.307 * N**-0.771 + 25420.102 * D**-0.525
     best = min(scores, key=scores.get)
@@ -329,7 +329,7 @@ def test_advice_is_measured_optima_their_power_law_and_the_lowest_loss_of_the_la
 
 
 def test_lines_of_the_ledger_give_the_rows_of_their_runs():
-    cfg = laws.at_mu("tiny", 4)
+    cfg = laws.config_at("tiny", 4)
     line = {
         "settings": dataclasses.asdict(cfg) | {"seed": 3},
         "run": "a",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import refused, run_program
 
+from looped.files import file_hash
 from model import Model, ModelConfig, load_run
 from studies import spectra
 
@@ -115,8 +116,11 @@ def test_pages_of_runs_and_of_checkpoints_over_training(packed, tmp_path, monkey
 
     file = tmp_path / "a/config.json"
     config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"tokenizer": {"sha256": "of another"}}))
-    refused(
-        capsys, lambda: spectra.main(["a", "--out", "other"]), "it needs rows of its own tokenizer"
-    )
+    tokens = tmp_path / "a/tokenizer.json"
+    tokens.write_text(tokens.read_text() + "\n")
+    line = ["a", "--out", "other"]
+    refused(capsys, lambda: spectra.main(line), "not the tokenizer the checkpoint was trained with")
+    config["tokenizer"]["sha256"] = file_hash(tokens)
+    file.write_text(json.dumps(config))
+    refused(capsys, lambda: spectra.main(line), "it needs rows of its own tokenizer")
     assert not (tmp_path / "other").exists()

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from looped.console import Parser, run_cli
-from looped.figures import Panel, depth_panel, figure, fmt, interval, records_table, table
+from looped.figures import Plot, depth_plot, figure, fmt, interval, plus_minus, records_table, table
 from looped.logs import CoreRules, LoggedRun, nearest, read_run
 from looped.run_directory import CHANGEABLE
 
@@ -100,9 +100,8 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
 
 def difference(gaps: list[float]) -> str:
     """The mean of differences of loss, with its interval."""
-    found = interval(gaps)
-    size = f"{found.mean:+.4f} ± {found.half:.4f} nats/token, n = {found.n}"
-    zero = ", which includes 0" if abs(found.mean) <= found.half else ""
+    size = f"{plus_minus(gaps, '+.4f')} nats/token, n = {len(gaps)}"
+    zero = ", which includes 0" if abs(np.mean(gaps)) <= interval(gaps)[1] else ""
     return f"{size} (95 % t interval{zero}; paired by seed)"
 
 
@@ -181,27 +180,27 @@ def series(records: list[dict], name: str) -> np.ndarray:
     return np.array([record.get(name) for record in records], float)
 
 
-def thinned(values: np.ndarray) -> list[float]:
+def means_of_parts(values: np.ndarray) -> list[float]:
     """The means of POINTS parts."""
     parts = np.array_split(values, min(POINTS, len(values)))
     return [part.mean() for part in parts]
 
 
 def training_figure(runs: list[LoggedRun], out: Path) -> list[str]:
-    panels = []
+    plots = []
     for name, (ylabel, scale) in CURVES.items():
         curves = []
         for run in runs:
             tokens = series(run.train, "tokens") / 1e6
-            curves.append((thinned(tokens), thinned(series(run.train, name))))
-        panels.append(Panel(TOKENS, ylabel, curves, {"yscale": scale}))
+            curves.append((means_of_parts(tokens), means_of_parts(series(run.train, name))))
+        plots.append(Plot(TOKENS, ylabel, curves, {"yscale": scale}))
     curves = []
     for run in runs:
         losses = [evaluation["loss"].get(run.depth) for evaluation in run.evals]
         curves.append((series(run.evals, "tokens") / 1e6, np.array(losses, float)))
-    panels.append(Panel(TOKENS, "validation loss, nats/token", curves))
+    plots.append(Plot(TOKENS, "validation loss, nats/token", curves))
     names = [run.name for run in runs]
-    return figure(out / "training.png", "Over training.", names, panels)
+    return figure(out / "training.png", "Over training.", names, plots)
 
 
 def core_section(rules: CoreRules, runs: list[LoggedRun], out: Path) -> list[str]:
@@ -218,13 +217,13 @@ def core_section(rules: CoreRules, runs: list[LoggedRun], out: Path) -> list[str
                     rows.append({"run": run.name, "depth": depth, **score[average]})
     known = [f"{name} {rule}" for name, rule in rules._asdict().items() if rule]
     lines = [f"## {', '.join(known)}", "", *records_table(rows, SCORES)]
-    panels = [radar(kind, scores) for kind in RADARS.get(rules.panel, [])]
+    plots = [radar(kind, scores) for kind in RADARS.get(rules.panel, [])]
     file = out / f"radar_{'_'.join(known).replace(' ', '_')}.png"
     caption = "Mean centred accuracy by category at mu_rec."
-    return lines + figure(file, caption, [*names, "chance"], panels, polar=True)
+    return lines + figure(file, caption, [*names, "chance"], plots, polar=True)
 
 
-def radar(kind: str, scores: list[dict]) -> Panel:
+def radar(kind: str, scores: list[dict]) -> Plot:
     """A closed curve for each score, and one at 0 for chance."""
     names = list(dict.fromkeys(chain(*(score.get(kind, {}) for score in scores))))
     angles = np.linspace(0, 2 * math.pi, len(names) + 1) if names else np.zeros(0)
@@ -235,7 +234,7 @@ def radar(kind: str, scores: list[dict]) -> Panel:
         curves.append((angles, closed))
     curves.append((angles, np.zeros(len(angles))))
     labels = [textwrap.fill(name, 16, break_long_words=False) for name in names]
-    return Panel("", "", curves, {"xticks": angles[:-1], "xticklabels": labels})
+    return Plot("", "", curves, {"xticks": angles[:-1], "xticklabels": labels})
 
 
 def write_report(runs: list[LoggedRun], out: Path) -> list[str]:
@@ -246,9 +245,9 @@ def write_report(runs: list[LoggedRun], out: Path) -> list[str]:
     for run in runs:
         remarks += [f"{run.name}: {note}." for note in run.notes]
     losses = loss_table(runs)
-    panel = depth_panel([run.last["loss"] for run in runs], "validation loss, nats/token")
+    plot = depth_plot([run.last["loss"] for run in runs], "validation loss, nats/token")
     lines = [f"# {', '.join(names)}", "", headline(runs), ""]
-    lines += figure(out / "depth.png", "Last validation loss against depth.", names, [panel])
+    lines += figure(out / "depth.png", "Last validation loss against depth.", names, [plot])
     lines += [*losses, "\n\n".join(remarks), ""]
     lines += training_figure(runs, out)
     lines += ["## What differs", "", *flag_table(runs)]

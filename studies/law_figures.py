@@ -49,14 +49,17 @@ def draw_all(result: dict, rows, held_out, out: Path) -> list[str]:
 def row_of_panels(count: int):
     """-> a figure, and its axes side by side."""
     image = Figure(figsize=(4.8 * count, 4.2), dpi=140, layout="constrained")
-    return image, image.subplots(1, count, squeeze=False)[0]
+    row = image.subplots(1, count, squeeze=False)[0]
+    for axes in row:
+        axes.set_prop_cycle(color=COLORS, marker=MARKERS)
+    return image, row
 
 
-def points_and_curve(axes, i: int, label: str, points, curve) -> None:
-    """Measured points (x, y) and a law's curve (x, y) in the i-th colour."""
-    color = COLORS[i % len(COLORS)]
-    axes.plot(*points, MARKERS[i % len(MARKERS)], color=color, markersize=5, label=label)
-    axes.plot(*curve, color=color, linewidth=1)
+def points_and_curve(axes, label: str, points, curve) -> str:
+    """Measured points (x, y) and a law's curve (x, y) in the next colour, which is returned."""
+    (shown,) = axes.plot(*points, linestyle="", markersize=5, label=label)
+    axes.plot(*curve, "-", color=shown.get_color(), linewidth=1)
+    return shown.get_color()
 
 
 def draw_isoflop(iso: dict, at_mu) -> Figure:
@@ -65,12 +68,12 @@ def draw_isoflop(iso: dict, at_mu) -> Figure:
     """
     image, (parabolas, best_mu, best_tokens, frontier) = row_of_panels(4)
     budgets = pd.DataFrame(iso["budgets"])
-    for i, found in enumerate(budgets.itertuples()):
+    for found in budgets.itertuples():
         grid = at_mu[at_mu.budget == found.budget]
         x = np.geomspace(2, grid.mu_rec.max(), 99)
         curve = (x, np.polyval(found.parabola, np.log2(x)))
         label = f"{found.budget:.2g} FLOPs"
-        points_and_curve(parabolas, i, label, (grid.mu_rec, grid.loss), curve)
+        points_and_curve(parabolas, label, (grid.mu_rec, grid.loss), curve)
         parabolas.plot(found.mu[0], found.loss, "k*")
     label = f"{BY_MU}; 1: fixed depth, not fitted; star: lowest"
     parabolas.set_xscale("log", base=2)
@@ -129,12 +132,12 @@ def draw_curves(curves: list[dict]) -> Figure:
     """
     image, (axes,) = row_of_panels(1)
     largest = pd.DataFrame(curves).sort_values("budget").drop_duplicates(["n_eff"], keep="last")
-    for i, curve in enumerate(largest.sort_values("n_eff").to_dict("records")):
+    for curve in largest.sort_values("n_eff").to_dict("records"):
         depth = np.linspace(curve["depth"][0], curve["depth"][-1], 200)
         fit = (depth, laws.form_value(DECAY, curve[DECAY], depth))
         label = f"mu_rec {curve['mu_rec']:g}, N {curve['n_eff']:.3g}"
-        points_and_curve(axes, i, label, (curve["depth"], curve["loss"]), fit)
-        axes.axvline(curve["mu_rec"], color=COLORS[i % len(COLORS)], linestyle=":")
+        color = points_and_curve(axes, label, (curve["depth"], curve["loss"]), fit)
+        axes.axvline(curve["mu_rec"], color=color, linestyle=":")
     axes.set(xlabel=f"{BY_DEPTH}; dotted: mu_rec", ylabel=LOSS)
     return image
 
@@ -147,9 +150,10 @@ def draw_unified(fitted: laws.Fit, held_out) -> Figure:
     law = laws.predict_rows(fitted.logs[:1], held_out)[0]
     oracle = laws.oracle_losses(fitted.logs, held_out)
     table = held_out.assign(law=law, oracle=oracle)
-    for i, (run, points) in enumerate(table.groupby("run")):
+    for run, points in table.groupby("run"):
         depth = points.depth
-        points_and_curve(axes, i, Path(run).name, (depth, points.loss), (depth, points.law))
-        axes.plot(depth, points.oracle, ":", color=COLORS[i % len(COLORS)])
+        measured = (depth, points.loss)
+        color = points_and_curve(axes, Path(run).name, measured, (depth, points.law))
+        axes.plot(depth, points.oracle, ":", color=color)
     axes.set(xlabel=f"{BY_DEPTH}; solid: unified law, dotted: oracle", ylabel=LOSS)
     return image

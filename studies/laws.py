@@ -13,7 +13,6 @@ stated by the paper. mu_rec 1 is the fixed-depth baseline, in no fit.
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from operator import attrgetter
 
 import numpy as np
@@ -103,33 +102,17 @@ def effective_params(cfg) -> int:
 # -- the law
 
 
-def log_terms(p, ln_N, ln_D, depth, ln_mu) -> list:
-    """The logs of the law's four terms; p: logs of its eight parameters."""
+def law_loss(p, ln_N, ln_D, depth, ln_mu):
+    """The law; p: logs of its eight parameters, which may be complex."""
     E, A, ln_a, B, ln_b, Z, ln_z, ln_gamma = p
     rate = np.exp(ln_z - np.exp(ln_gamma) * ln_mu)
-    return [E, A - np.exp(ln_a) * ln_N, B - np.exp(ln_b) * ln_D, Z - rate * depth]
-
-
-def log_loss(p, ln_N, ln_D, depth, ln_mu):
-    return reduce(np.logaddexp, log_terms(p, ln_N, ln_D, depth, ln_mu))
-
-
-def jacobian(p, ln_N, ln_D, depth, ln_mu):
-    """Of the log loss at n points in the logs of the parameters: (n, 8)."""
-    terms = np.broadcast_arrays(*log_terms(p, ln_N, ln_D, depth, ln_mu))
-    sizes = np.exp(terms)
-    floor, parameters, tokens, loops = sizes / sizes.sum(0)
-    a, b, z, gamma = np.exp(p[[2, 4, 6, 7]])
-    by_a = -parameters * a * ln_N
-    by_b = -tokens * b * ln_D
-    by_z = -loops * z * np.exp(-gamma * ln_mu) * depth
-    by_gamma = -by_z * gamma * ln_mu
-    return np.stack([floor, parameters, by_a, tokens, by_b, loops, by_z, by_gamma], axis=1)
+    terms = (A - np.exp(ln_a) * ln_N, B - np.exp(ln_b) * ln_D, Z - rate * depth)
+    return np.exp(E) + sum(map(np.exp, terms))
 
 
 def predict(logs, N, D, depth=1.0, mu=1.0):
     """Losses (R, ...) of R laws, logs of their parameters (R, 8)."""
-    return np.exp([log_loss(p, np.log(N), np.log(D), depth, np.log(mu)) for p in logs])
+    return np.array([law_loss(p, np.log(N), np.log(D), depth, np.log(mu)) for p in logs])
 
 
 def predict_rows(logs, rows: pd.DataFrame):
@@ -162,14 +145,15 @@ class Problem:
         self.low, self.high, self.first, self.last = box.T
 
     def whole(self, q):
-        """The free parameters q put among the fixed ones: (8,)."""
-        p = self.fixed.copy()
-        p[self.index] = q
+        """The free parameters q (…, free) put among the fixed ones: (…, 8)."""
+        p = np.empty((*q.shape[:-1], len(PARAMS)), q.dtype)
+        p[:] = self.fixed
+        p[..., self.index] = q
         return p
 
     def logs(self, found):
         """(R, 8) logs of all parameters of R solutions, of a law in N and D as they are."""
-        p = np.array([self.whole(q) for q in found])
+        p = self.whole(np.array(found))
         p[:, [1, 3]] += np.exp(p[:, [2, 4]]) * self.center
         return p
 
@@ -179,10 +163,12 @@ class Problem:
         y = self.y[rows]
 
         def residual(q):
-            return log_loss(self.whole(q), *X) - y
+            return np.log(law_loss(self.whole(q), *X)) - y
 
-        def derivative(q):
-            return jacobian(self.whole(q), *X)[:, self.index]
+        def derivative(q):  # by complex steps, which are exact
+            steps = self.whole(q + 1e-20j * np.eye(len(q)))
+            loss = law_loss(steps.T[..., None], *X)
+            return (loss.imag / loss.real).T / 1e-20
 
         inside = np.clip(start, self.low + 1e-10, self.high - 1e-10)
         robust = {"loss": "huber", "f_scale": DELTA, "bounds": (self.low, self.high)}
@@ -329,28 +315,19 @@ def form_value(name: str, fitted: dict, depth):
 
 
 def fit_form(name: str, depth, loss) -> dict:
-    """E, Z and z of a test-time form, by least squares on log loss.
-
-    With a floor from the best of 40 decay rates z, for each of which E and Z are a straight line's.
-    """
+    """E, Z and z of a test-time form, by least squares on log loss."""
     t = FORMS[name](depth)
     if name == WITHOUT_FLOOR:
         slope, log_Z = np.polyfit(t, np.log(loss), 1)
         return {"E": 0.0, "Z": math.exp(log_Z), "z": -slope}
-    tried = []
-    for z in np.geomspace(1e-3, 20, 40):
-        decay = np.exp(-z * t)
-        Z, E = np.polyfit(decay, loss, 1)
-        error = np.linalg.norm(E + Z * decay - loss)
-        tried.append((error, max(E, 1e-9), Z, z))
-    start = min(tried)[1:]
+    low = loss.min()
     bounds = ([0, -np.inf, 1e-4], [np.inf, np.inf, 50])
-    scale = np.maximum(np.abs(start), [1e-3, 1e-6, 0])
 
     def residual(q):
         return np.log(np.maximum(exponential(t, *q), 1e-9) / loss)
 
-    best = least_squares(residual, start, bounds=bounds, x_scale=scale, **EXACT).x
+    start = (low, loss[0] - low, 0.5)
+    best = least_squares(residual, start, bounds=bounds, x_scale="jac", **EXACT).x
     return dict(zip(("E", "Z", "z"), best))
 
 

@@ -104,16 +104,6 @@ def test_unrolled_reading_of_n_is_nearest_to_the_papers_stated_errors():
     assert min(off, key=off.get) == "unrolled"
 
 
-def test_jacobian_equals_central_differences():
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(4, 7)) / 2
-    p = rng.normal(size=8) / 2
-    exact = laws.jacobian(p, *X)
-    for j, e in enumerate(1e-6 * np.eye(8)):
-        numeric = (laws.log_loss(p + e, *X) - laws.log_loss(p - e, *X)) / 2e-6
-        np.testing.assert_allclose(exact[:, j], numeric, atol=1e-8)
-
-
 def lbfgs(x1, x2, y, start):
     """The paper's optimiser on our objective from one start -> (cost, logs of E, A, a, B, b)."""
     q = torch.tensor(start, dtype=torch.float64, requires_grad=True)

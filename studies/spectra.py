@@ -2,8 +2,8 @@
 Looks into the loop of trained runs: what the paper's appendix "Ablation of Prelude
 Normalization" plots.
 
-    python -m studies.spectra RUN # norms.md, norms.png and norms.json in the run
-    python -m studies.spectra RUN OTHER_RUN --out results/prelude-norm # several runs in one figure
+    python -m studies.spectra RUN # norms.md and norms-*.png in the run
+    python -m studies.spectra RUN OTHER_RUN --out results/prelude-norm # several runs in a figure
     python -m studies.spectra RUN --checkpoints # over training: needs train.py --keep-every N
 
 Spectral norms of Ā (the carry of a loop), of the input matrix B̄ (gain ⊙ B) and of C. On rows
@@ -13,7 +13,6 @@ first loop. Norms are Euclidean over channels, then averaged over tokens. On a C
 computed in float32, as for CORE.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -184,35 +183,27 @@ def frame_of(runs: list[dict], key: str) -> pd.DataFrame:
     """A row for each depth, stage or quantile that any run has, a column for each run."""
     values = [run.get(key, {}) for run in runs]
     frame = pd.DataFrame(values, index=[run["name"] for run in runs], dtype=float).T
-    return frame.rename(index=SPECTRA).dropna(how="all")
+    return frame.rename(index=SPECTRA).dropna(how="all").rename_axis(index=key)
 
 
-def plot_of(runs: list[dict], key: str) -> Plot:
-    """Against depth or stage, a curve for each run; the runs may have different numbers of blocks."""
-    curves = []
-    for _, values in frame_of(runs, key).items():
-        known = values.dropna()
-        curves.append((known.index.to_numpy(), known.to_numpy()))
-    xlabel = "depth" if QUANTITIES[key].endswith("by depth") else "stage"
-    return Plot(xlabel, QUANTITIES[key], curves, {"yscale": "log"})
-
-
-def newest_figure(runs: list[dict], out: Path) -> list[str]:
-    plots = [plot_of(runs, key) for key in list(QUANTITIES)[:5]]
-    caption = "State, residual and expansion by loops; norms by stage."
-    return figure(out / "norms.png", caption, [run["name"] for run in runs], plots)
-
-
-def training_figures(found: list[dict], out: Path) -> list[str]:
-    """A figure for each quantity, a curve for each depth, stage or quantile of the channels."""
-    steps = [entry["step"] for entry in found]
+def figures(runs: list[dict], out: Path, checkpoints: bool) -> list[str]:
+    """A figure for each quantity: against depth, stage or quantile, a curve for each run; or over
+    training, a curve for each depth, stage or quantile.
+    """
     lines = []
     for key, label in QUANTITIES.items():
-        frame = frame_of(found, key)
-        curves = [(steps, values.to_numpy()) for _, values in frame.iterrows()]
-        picture = out / f"training-{key.removesuffix('/Δ').replace(' ', '-')}.png"
-        plot = Plot("step", label, curves)
-        lines += figure(picture, f"Over training: {label}.", list(map(str, frame.index)), [plot])
+        frame = frame_of(runs, key)
+        file, scale, xlabel, caption = "norms", "log", frame.index.name, label
+        if checkpoints:
+            frame = frame.T.set_axis([run["step"] for run in runs])
+            file, scale, xlabel, caption = "training", "linear", "step", f"Over training: {label}"
+        curves = []
+        for _, values in frame.items():  # the runs may have different numbers of blocks
+            known = values.dropna()
+            curves.append((known.index.to_numpy(), known.to_numpy()))
+        plot = Plot(xlabel, label, curves, {"yscale": scale})
+        picture = out / f"{file}-{key.removesuffix('/Δ').replace(' ', '-')}.png"
+        lines += figure(picture, f"{caption}.", list(map(str, frame)), [plot])
     return lines
 
 
@@ -249,12 +240,10 @@ def main(argv=None):
     for path in args.runs:
         runs += measure_run(path, args)
     out.mkdir(parents=True, exist_ok=True)
-    pictures = training_figures(runs, out) if args.checkpoints else newest_figure(runs, out)
-    lines = page(runs, pictures)
+    lines = page(runs, figures(runs, out, args.checkpoints))
     write_atomic(out / "norms.md", "\n".join(lines).encode())
-    write_atomic(out / "norms.json", json.dumps(runs, indent=1).encode())
     print(*lines, sep="\n")
-    print(f"written: {out}/norms.md, norms.json and figures")
+    print(f"written: {out}/norms.md and figures")
 
 
 if __name__ == "__main__":

@@ -93,6 +93,13 @@ def test_quantiles_over_channels_by_hand(gain):
         assert list(got[name].values()) == pytest.approx(list(want), rel=1e-5)
 
 
+def cells(text, title):
+    """The rows of the table under a title, header first."""
+    part = text.split(f"## {title}\n\n")[1].split("\n\n")[0]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in part.splitlines()]
+    return [header, *rows]
+
+
 def test_pages_of_runs_and_of_checkpoints_over_training(packed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     network = ["--input-matrix", "--readout", *SIZES]
@@ -102,15 +109,18 @@ def test_pages_of_runs_and_of_checkpoints_over_training(packed, tmp_path, monkey
         )
     measured = ["--loops", "4", "--rows", "3"]
     spectra.main(["a", "b", *measured, "--out", "both"])
-    found = json.loads((tmp_path / "both/norms.json").read_text())
-    assert found[1]["spectra"] == load_run("b")[0].spectra()
-    assert list(found[0]["state"]) == list("01234")
-    assert (tmp_path / "both/norms.png").is_file()
+    text = (tmp_path / "both/norms.md").read_text()
+    assert f"| ρ(Ā) | {load_run('a')[0].spectra()['rho']:.4g} |" in text
+    at_end = cells(text, "state norm ‖h‖ by depth")
+    assert [row[0] for row in at_end[1:]] == list("01234")
+    assert (tmp_path / "both/norms-state.png").is_file()
     spectra.main(["a", *measured, "--checkpoints"])
-    over = json.loads((tmp_path / "a/norms.json").read_text())
-    assert [entry["step"] for entry in over] == [3, 6, 9, 12]
-    assert over[-1]["state"] == found[0]["state"]
-    assert over[0]["decay"] != over[-1]["decay"]
+    text = (tmp_path / "a/norms.md").read_text()
+    over = cells(text, "state norm ‖h‖ by depth")
+    assert over[0][1:] == ["step 3", "step 6", "step 9", "step 12"]
+    assert [row[-1] for row in over[1:]] == [row[1] for row in at_end[1:]]
+    decay = cells(text, "decay, quantiles over channels")
+    assert decay[1][1] != decay[1][-1]
     for name in ("prelude", "state", "expansion", "decay", "gain", "spectra"):
         assert (tmp_path / f"a/training-{name}.png").is_file()
 

@@ -16,11 +16,9 @@ run that diverges is a result.
 """
 
 import argparse
-import fcntl
 import functools
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -35,7 +33,7 @@ import torch
 import train
 from dataloader import PackedData
 from looped.checkpoint import checkpoints
-from looped.console import Parser, fail, positive_int, run_cli
+from looped.console import Parser, fail, non_negative_int, positive_int, run_cli
 from looped.machine import ONE_PROCESS
 from model import ModelConfig, parameter_count
 from studies import ledger
@@ -155,15 +153,10 @@ def launch(job: Job, ranks: int, threads: int) -> str:
     text = job.path.with_name(f"{job.path.name}.txt")
     text.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    with open(text, "a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{job.path} is left to another process", flush=True)
-            return ""
-        code = 0
-        if not job.finished():
-            command += [ROOT / "train.py", *job.flags]
+    code = 0
+    if not job.finished():
+        command += [ROOT / "train.py", *job.flags]
+        with open(text, "a", encoding="utf-8") as file:
             code = subprocess.run(command, stdout=file, stderr=file, env=environment).returncode
     line = job.finished()
     if line:
@@ -239,7 +232,7 @@ def rows_hash(job: Job, args) -> str | None:
     given = train.parse_args(job.flags)
     cfg = train.model_config(given)
     folder = args.data or Path(f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
-    if (folder / "manifest.json").is_file():
+    if (folder / "manifest.json").is_file() or (args.data and not args.page):
         return PackedData(folder).sha256()
     if args.page or args.dry_run:
         return None
@@ -247,24 +240,22 @@ def rows_hash(job: Job, args) -> str | None:
 
 
 def import_runs(paths: list[str]) -> None:
-    """A run that is refused, in one line, keeps no other from being imported."""
-    refused = 0
+    """Adds finished runs to the ledger, up to the first that is damaged."""
     for path in paths:
-        try:
-            line = ledger.record(Path(path))
-        except SystemExit:
-            refused += 1
-            continue
+        line = ledger.record(Path(path))
         if line is None:
             print(f"{path}: left out, it is no finished run")
             continue
         ledger.append(line)
         print(f"{path}: {line['tokens_per_param']:.3g} tokens a parameter, loss {line['loss']}")
-    if refused:
-        fail(f"{refused} of {len(paths)} runs are damaged, see above; the others are imported")
 
 
 # -- main
+
+
+def numbers(line: str) -> list[int]:
+    """Whole numbers between commas, each once."""
+    return sorted({non_negative_int(text) for text in line.split(",")})
 
 
 def texts(line: str) -> list[str]:
@@ -284,7 +275,8 @@ def parse_args(argv):
     add = parser.add_argument
     add("name", choices=EXPERIMENTS, help="the comparison")
     add("--scale", default="nano", help="size of the presets (default: %(default)s)")
-    add("--seeds", help="between commas (default: the comparison's own at nano and tiny, else 0)")
+    seeds = "between commas (default: the comparison's own at nano and tiny, else 0)"
+    add("--seeds", type=numbers, help=seeds)
     rows = "packed rows, or for --page the beginning of their hash"
     add("--data", type=Path, help=f"{rows} (default at nano and tiny: Python's own library)")
     only = "arms whose name has one of these texts, between semicolons"
@@ -315,18 +307,11 @@ def check(args) -> None:
         fail(f"--scale {args.scale} is not a size of {args.name}; choose from {names}")
     if not (small or args.data or args.dry_run or args.page):
         fail(f"--scale {args.scale} needs --data, e.g. data/fineweb-edu-v32768/rows-2048-crop")
-    if args.data and not args.page and not (args.data / "manifest.json").is_file():
-        fail(f"--data {args.data} holds no packed rows; pack some with dataloader.py")
     for word in args.extra:
         name = word.split("=")[0]
         if name in OWN:
             fail(f"{name} after -- would be overruled or leave trainings undone; {OWN[name]}")
-    seeds = range(experiment.seeds if small else 1)
-    if args.seeds is not None:
-        if not re.fullmatch(r"\d+(,\d+)*", args.seeds):
-            fail(f"--seeds {args.seeds} must be whole numbers between commas, e.g. 0,1,2")
-        seeds = map(int, args.seeds.split(","))
-    args.seeds = list(dict.fromkeys(seeds))
+    args.seeds = args.seeds or range(experiment.seeds if small else 1)
     rows = "" if args.data else "-stdlib"
     args.out = args.out or Path(f"results/{args.name}-{args.scale}{rows}")
 

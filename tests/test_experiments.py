@@ -270,8 +270,8 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
     shutil.copytree(runs[0], damaged)
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps(config | {"git": {}}))
-    line = ["import", str(damaged), *runs]
-    refused(capsys, lambda: experiments.main(line), "1 of 3 runs are damaged")
+    line = ["import", *runs, str(damaged)]
+    refused(capsys, lambda: experiments.main(line), "is not a whole run's", f"leave {damaged} out")
     experiments.main(wanted)
     assert not (here / "runs").exists()
 
@@ -314,11 +314,11 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
 @pytest.mark.parametrize("line, words", [
     ("stability --scale 140m", "--scale 140m is not a size of stability; choose from nano, tiny, 100m, 350m"),
     ("gains --scale 140m", "needs --data"),
-    ("gains --seeds 0;1", "--seeds 0;1 must be whole numbers"),
+    ("gains --seeds 0;1", "argument --seeds: 0;1 is not a whole number"),
     ("components --only nothing --dry-run", "--only nothing fits no arm"),
     ("gains --dry-run -- --mu-bwd 9", "--mu-bwd 9 exceeds"),
-    ("gains --data none", "--data none holds no packed rows"),
-    ("gains --data none --dry-run", "--data none holds no packed rows"),
+    ("gains --data none", "no manifest.json in none"),
+    ("gains --data none --dry-run", "no manifest.json in none"),
     ("gains --dry-run -- --seed 5", "--seed after --"),
     ("gains --dry-run -- --warmup 0 --out=x", "--out after --"),
     ("gains --dry-run -- --stop-at 3", "--stop-at after --"),

@@ -109,10 +109,9 @@ def run_report(monkeypatch, capsys):
     """Runs the program, without drawing unless asked to; returns what it prints."""
 
     def call(*args, draw=False):
-        monkeypatch.setattr("sys.argv", ["report.py", *map(str, args)])
         if not draw:
             monkeypatch.setattr(report, "figure", lambda path, *_, **__: [path.name])
-        report.main()
+        report.main([*map(str, args)])
         return capsys.readouterr().out
 
     return call

@@ -240,8 +240,7 @@ def call(tmp_path, monkeypatch):
     Path("run/config.json").write_text(json.dumps(config))
 
     def run(*words):
-        monkeypatch.setattr("sys.argv", ["sample.py", "run", "--device", "cpu", *words])
-        sample.main()
+        sample.main(["run", "--device", "cpu", *words])
 
     return run
 

@@ -4,8 +4,9 @@ Plans a training run before a card is rented: what fits, how long it takes, what
     python -m tools.plan                                       # every large preset on one H100
     python -m tools.plan parcae-140m parcae-370m --card A100-80 --card H100 --gpus 8
 
-Arithmetic on the configuration, answered at once on any machine. Nothing here is measured on a card: memory is that of
-looped/memory.py; times are a roofline, operations and bytes divided by the rates that CARDS assumes; prices are rough.
+Arithmetic on the configuration, answered at once on any machine. Nothing here is measured on a
+card: memory is that of looped/memory.py; times are a roofline, operations and bytes divided by the
+rates that CARDS assumes; prices are rough.
 """
 
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ CARDS = {
 CONTEXT = 0.6 * GIB  # CUDA's context and the kernels
 BACKWARD_ATTENTION = 0.8  # of the forward pass's rate
 
-# Bytes that elementwise kernels move, per token and number of D, as Inductor's kernels do: of a block application
-# without gradient, of one with gradient (forward and backward); and per logit.
+# Bytes that elementwise kernels move, per token and number of D, as Inductor's kernels do: of a
+# block application without gradient, of one with gradient (forward and backward); and per logit.
 BYTES_WITHOUT_GRADIENT = 46
 BYTES_WITH_GRADIENT = 130
 BYTES_TO_KEEP_LESS = 25  # more, where less is kept for the backward pass
@@ -113,8 +114,8 @@ def update_and_exchange(cfg: ModelConfig, optimizer: str, world: int, card: Card
 
 
 def step_that_fits(cfg: ModelConfig, batch: int, base: Step, card: Card) -> Step | None:
-    """What train.py would try first: the largest device batch that divides its share of the batch and is predicted to
-    fit the card.
+    """What train.py would try first: the largest device batch that divides its share of the batch
+    and is predicted to fit the card.
     """
     counts = device_batches(DEVICE_BATCH, batch, base.world)
     room = usable_memory(card.memory * GIB - CONTEXT)
@@ -141,8 +142,7 @@ def plan(preset: str, card: Card, gpus: int) -> Plan:
     return Plan(fitting, predict_memory(cfg, step), seconds, recipe.tokens, rate, mfu)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The page
+# -- the page
 
 
 HEADER = ["preset", "rows", "peak GiB", "tok/s", "MFU", "hours", "$"]
@@ -176,9 +176,10 @@ def page(presets: list[str], name: str, gpus: int) -> list[str]:
     """One card's part of the answer."""
     card = CARDS[name]
     lines = [
-        f"PREDICTED, not measured: {gpus} × {name}, {card.memory} GiB. Assumed: products {card.products / 1e12:.0f} "
-        f"TFLOP/s, attention {card.attention / 1e12:.0f}, {card.bandwidth / 1e12:.2f} TB/s, link "
-        f"{card.link / 1e9:.0f} GB/s, ${card.price} an hour and card. *: less is kept for the backward pass.",
+        f"PREDICTED, not measured: {gpus} × {name}, {card.memory} GiB. Assumed: products "
+        f"{card.products / 1e12:.0f} TFLOP/s, attention {card.attention / 1e12:.0f}, "
+        f"{card.bandwidth / 1e12:.2f} TB/s, link {card.link / 1e9:.0f} GB/s, ${card.price} an hour "
+        "and card. *: less is kept for the backward pass.",
         "",
     ]
     plans = {preset: plan(preset, card, gpus) for preset in presets}

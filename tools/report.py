@@ -259,12 +259,12 @@ def write_report(runs: list[LoggedRun], out: Path) -> list[str]:
     return [headline(runs), "", *losses, *remarks]
 
 
-def main():
+def main(argv=None):
     parser = Parser(description=__doc__, prog="python -m tools.report")
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories, the reference first")
     add("--out", type=Path, help="for report.md and figures (default: the runs' common parent)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     runs = [read_run(path) for path in args.runs]
     parents = [run.path.resolve().parent for run in runs]
     common = Path(os.path.commonpath(parents))

@@ -169,7 +169,7 @@ def auto_or_loops(text):
     return text if text == "auto" else positive_int(text)
 
 
-def parse_args():
+def parse_args(argv):
     parser = Parser(description=__doc__, prog="python -m tools.sample")
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory")
@@ -187,7 +187,7 @@ def parse_args():
     add("--num", type=positive_int, default=1, help="samples of each prompt (default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--device", default="auto", choices=DEVICES, help="auto: a GPU if there is one")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not all(args.prompt):
         fail('there is an empty prompt; give some text, for example --prompt "The"')
     return args
@@ -203,8 +203,8 @@ def chosen_depth(args, cfg) -> Depth:
     return Depth(args.depth or cfg.mu_rec)
 
 
-def main():
-    args = parse_args()
+def main(argv=None):
+    args = parse_args(argv)
     model, enc = open_model(args.run, args.device)
     depth = chosen_depth(args, model.cfg)
     stop = frozenset(enc.encode_single_token(name) for name in SPECIALS)

@@ -51,6 +51,12 @@ def table(header: list, rows) -> list[str]:
     return [*lines, ""]
 
 
+def frame_table(frame) -> list[str]:
+    """A frame of pandas, its index as the first columns."""
+    rows = frame.fillna("–").reset_index()
+    return table(list(rows), rows.to_numpy())
+
+
 def records_table(rows: list[dict], formats: dict[str, str]) -> list[str]:
     """The table of rows {column: value}; formats: {column: format of its numbers, or ""}."""
     cells = []

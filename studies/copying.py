@@ -17,7 +17,7 @@ import torch
 
 from core_eval import open_run
 from looped.console import Parser, fail, positive_int, run_cli
-from looped.figures import plus_minus, table
+from looped.figures import frame_table, plus_minus, table
 from looped.files import write_atomic
 from looped.machine import distributed
 from model import PRESETS
@@ -109,14 +109,14 @@ def main(argv=None):
     add("--out", type=Path, default=page, help="page, without suffix (default: %(default)s)")
     args = parser.parse_args(argv)
     runs = pd.DataFrame([measure(path, args) for path in args.runs])
-    means = runs.groupby(ARM, sort=False)[LOSSES].agg(plus_minus).reset_index()
+    means = runs.groupby(ARM, sort=False)[LOSSES].agg(plus_minus)
     lines = ["# Loss of the tokens that their row foretells, and of others", ""]
     lines += ["Nats a token at depth mu_rec; mean over seeds ± half the 95 % t interval.", ""]
-    lines += table(list(means), means.to_numpy())
+    lines += frame_table(means)
     lines += difference_table(runs)
     runs["foretold tokens"] = runs["foretold tokens"].map("{:.1%}".format)
     runs[LOSSES] = runs[LOSSES].map("{:.4f}".format)
-    lines += table(list(runs), runs.to_numpy())
+    lines += frame_table(runs.set_index("run"))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(Path(f"{args.out}.md"), "\n".join(lines).encode())
     print(*lines, sep="\n")

@@ -8,7 +8,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from looped.figures import Plot, depth_plot, figure, fmt, interval, plus_minus, records_table, table
+from looped.figures import (
+    Plot,
+    depth_plot,
+    figure,
+    fmt,
+    frame_table,
+    interval,
+    plus_minus,
+    records_table,
+    table,
+)
 from looped.files import write_atomic
 from studies.comparisons import EXPERIMENTS, Arm, flat
 from studies.ledger import read_ledger
@@ -149,12 +159,6 @@ def difference_table(tables: list[list[Arm]], experiment) -> list[str]:
 
 
 # -- tables
-
-
-def frame_table(rows: pd.DataFrame) -> list[str]:
-    """A frame with its index as the first columns."""
-    rows = rows.fillna("–").reset_index()
-    return table(list(rows), rows.to_numpy())
 
 
 def lines_of(arms: list[Arm]) -> list[dict]:

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from looped.console import Parser, fail, positive_float, run_cli
-from looped.figures import fmt, table
+from looped.figures import fmt, frame_table, table
 from looped.logs import read_json
 from model import PRESETS, config_of
 from studies import law_figures, laws, ledger
@@ -126,8 +126,8 @@ def number_table(name: str, rows: dict[str, dict]) -> list[str]:
     if not rows:
         return []
     frame = pd.DataFrame.from_dict(rows, orient="index").dropna(axis="columns")
-    header = [name, *frame.columns.str.replace("_", " ")]
-    return table(header, frame.map("{:.3g}".format).reset_index().to_numpy())
+    frame.columns = frame.columns.str.replace("_", " ")
+    return frame_table(frame.map("{:.3g}".format).rename_axis(name))
 
 
 def span(values) -> str:

@@ -23,7 +23,7 @@ from core_eval import open_run
 from dataloader import PackedData
 from looped.checkpoint import checkpoints, read_checkpoint, step_of
 from looped.console import Parser, fail, positive_int, run_cli
-from looped.figures import Plot, figure, fmt, table
+from looped.figures import Plot, figure, fmt, frame_table
 from looped.files import write_atomic
 from looped.machine import distributed
 from looped.randomness import SEED_EVAL, sequence_keys
@@ -208,7 +208,6 @@ def figures(runs: list[dict], out: Path, checkpoints: bool) -> list[str]:
 
 
 def page(runs: list[dict], pictures: list[str]) -> list[str]:
-    names = [run["name"] for run in runs]
     lines = ["# Norms in the loop", ""]
     newest = {run["command"]: run for run in runs}
     for command, run in newest.items():
@@ -218,8 +217,7 @@ def page(runs: list[dict], pictures: list[str]) -> list[str]:
     for key, label in QUANTITIES.items():
         frame = frame_of(runs, key).map(fmt, spec=".4g")
         if len(frame):
-            rows = frame.reset_index().to_numpy()
-            lines += [f"## {label}", "", *table([key, *names], rows)]
+            lines += [f"## {label}", "", *frame_table(frame)]
     return lines
 
 

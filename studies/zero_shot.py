@@ -21,7 +21,7 @@ import torch
 
 from core_eval import open_run
 from looped.console import Parser, fail, outside, run_cli
-from looped.figures import fmt, table
+from looped.figures import fmt, frame_table
 from looped.files import write_atomic
 from looped.logs import read_json, read_run
 from looped.machine import distributed
@@ -112,9 +112,8 @@ def main(argv=None):
     frame["mean"] = frame[TASKS].mean(axis=1, skipna=False)
     source = source_numbers("zero_shot").pivot(index="row", columns="of", values="value")
     both = pd.concat([frame, source.rename("source, {}".format).astype(float)])
-    cells = both.map(fmt, spec=".2f").reset_index().to_numpy()
     lines = ["# Perplexity and zero-shot accuracy, %, at depth mu_rec", ""]
-    lines += table(["run", *both], cells)
+    lines += frame_table(both.map(fmt, spec=".2f").rename_axis("run"))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(args.out, "\n".join(lines).encode())
     print(f"written: {args.out}")

@@ -163,7 +163,7 @@ def identity(run: LoggedRun) -> dict:
     """What was trained, and where."""
     config = run.config
     args = config["args"]
-    copied = ("params", "flops_per_token", "machine", "dtype", "versions")
+    copied = ("command", "params", "flops_per_token", "machine", "dtype", "versions")
     told = {
         "run": str(run.path),
         "seed": args["seed"],

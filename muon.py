@@ -7,7 +7,7 @@ matrices of one shape are stacked (N, rows, cols), others are laid end to end (N
 r-th part of every buffer: it receives that part of the reduced gradient, keeps the state of that
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
 One collective each way a buffer, one batched update, no copies in between. On several ranks a
-shape's stack is cut in up to three buffers, and each large table has its own: what is complete is
+large stack is cut in up to three buffers, and each large table has its own: what is complete is
 sent while the step's last backward pass goes on.
 
 Another optimiser is a class like AdamW below, which must multiply all that it changes by `ok`, and
@@ -37,7 +37,7 @@ POLAR_EXPRESS = (  # arXiv 2505.16932, five steps
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-LARGE = 1 << 20  # numbers of a parameter that has a buffer of its own
+LARGE = 1 << 20  # numbers from which a table has a buffer of its own, and a stack is cut
 
 # -------------------------------------------------------------------------------------------------
 # Updates, in place. ok: 1, or 0 where a loss or gradient is not finite, and then nothing changes. A tensor, so that
@@ -240,8 +240,8 @@ def stack_slots(count: int, world: int, first: int) -> list[int]:
 
 
 def members_of_buffers(rule, members: list, world: int) -> list[list]:
-    """The parameters of each buffer: matrices of one shape, cut in up to three where there are several
-    ranks; each large table; what is left.
+    """The parameters of each buffer: matrices of one shape, if large cut in up to three where there
+    are several ranks; each large table; what is left.
     """
     kinds: dict = {}
     for name, p in members:
@@ -254,7 +254,8 @@ def members_of_buffers(rule, members: list, world: int) -> list[list]:
     parts = []
     for same in kinds.values():
         size = len(same)
-        if rule.stacked and world > 1:  # all but the last fill the ranks evenly
+        large = size * same[0][1].numel() >= LARGE
+        if rule.stacked and world > 1 and large:  # all but the last fill the ranks evenly
             size = math.ceil(size / (3 * world)) * world
         same = same[::-1]  # the backward pass ends with the first layers
         parts += [same[i : i + size] for i in range(0, len(same), size)]

@@ -84,7 +84,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """Matrices of one shape, which Muon updates together; on several ranks a third at a time."""
+    """Matrices of one shape, which Muon updates together; on several ranks a third of a large stack at a time."""
 
     count: int
     rows: int
@@ -127,7 +127,7 @@ def predict_memory(cfg, step: Step) -> Memory:
             matrix = stack.rows * stack.columns
             filled = math.ceil(stack.count / step.world) * step.world
             by_muon.append(filled * matrix)
-            if step.world > 1:  # in thirds: muon.py
+            if step.world > 1:  # in thirds: muon.py (small stacks whole, which is a few MB)
                 filled = math.ceil(stack.count / (3 * step.world)) * step.world
             updated.append(filled * matrix)
     parameters = others + (sum(by_muon) or sum(stack.numbers() for stack in stacks))

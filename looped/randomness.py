@@ -33,7 +33,7 @@ def sequence_key(*parts: int) -> int:
 def sequence_keys(*parts: int, each, device=None) -> torch.Tensor:
     """The keys (parts …, number) of several sequences, one for each number: (B,) int64."""
     keys = [sequence_key(*parts, int(number)) for number in each]
-    return torch.tensor(keys, device=device)
+    return torch.tensor(keys, dtype=torch.int64, device=device)
 
 
 def uniforms(key: int, index: np.ndarray) -> np.ndarray:

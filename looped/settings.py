@@ -119,6 +119,8 @@ def settle_evaluation(args, cfg, steps: int) -> None:
         fail(f"--eval-tokens {args.eval_tokens:g} is less than a row of {cfg.seq_len} tokens")
     if args.eval_every == 0:
         args.eval_every = math.ceil(steps / 5)
+    if args.eval_depths and max(args.eval_depths) > MAX_MU_REC:
+        fail(f"--eval-depths {max(args.eval_depths)} is more than {MAX_MU_REC:,}")
     if args.bundle and not args.core_every:
         fail("--bundle has no meaning without --core-every; add it, or leave --bundle out")
     if args.checkpoint_loops and cfg.n_core == 0:

@@ -19,9 +19,8 @@ from core_eval import open_run
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.figures import frame_table, plus_minus, table
 from looped.files import write_atomic
-from looped.machine import distributed
 from model import PRESETS
-from studies.spectra import validation_rows
+from studies.spectra import DEVICE, validation_rows
 
 BATCH = 16  # rows at once
 LOSSES = ["all", "foretold", "others"]
@@ -63,7 +62,7 @@ def arm_of(cfg, preset: str) -> str:
 
 def measure(path: Path, args) -> dict:
     """Mean losses of a run on the first validation rows."""
-    model, _, config = open_run(path, distributed("auto").device)
+    model, _, config = open_run(path, DEVICE)
     told = config["args"]
     if "preset" not in told:
         fail(f"{path} was not trained here; leave it out")

@@ -11,8 +11,8 @@ and writes a page.
     python -m studies.experiments import RUN… # takes finished runs of train.py into the ledger
 
 Runs lie in runs/studies/; a begun one continues, one in results/runs.jsonl (same flags, seed
-and data) is not repeated. Written: results/NAME-SCALE.md and its figures, over what is there. A
-run that diverges is a result.
+and data) is not repeated; one that another process is training counts as failed. Written:
+results/NAME-SCALE.md and its figures, over what is there. A run that diverges is a result.
 """
 
 import argparse

@@ -102,7 +102,7 @@ def draw_optima(axes, budgets: pd.DataFrame, name: str, iso: dict) -> None:
     if name in iso["power_laws"]:
         exponents, log_k = iso["power_laws"][name]
         low, fit, high = low_fit_high(np.exp(log_k[:, None] + np.outer(exponents, np.log(flops))))
-        axes.plot(flops, fit, "k", label=f"C^{exponents[0]:.2f}")
+        axes.plot(flops, fit, "k-", label=f"C^{exponents[0]:.2f}")
         axes.fill_between(flops, low, high, color="0.9")
     axes.set(xscale="log", yscale="log", xlabel=BY_FLOPS)
 
@@ -120,7 +120,7 @@ def draw_law(fitted: laws.Fit, train) -> Figure:
     affordable = budgets[:, None] / flops_per_token
     best = laws.predict(fitted.logs[:1], n_eff, affordable)[0].argmin(1)
     label = "efficient frontier, within the grid"
-    axes.plot(mu[best], budgets / flops_per_token[best], "k", linewidth=2, label=label)
+    axes.plot(mu[best], budgets / flops_per_token[best], "k-", linewidth=2, label=label)
     axes.plot(train.mu_rec, train.tokens, "k.", label="runs")
     axes.set(yscale="log", xlabel=BY_MU, ylabel="training tokens D; contours: loss")
     return image

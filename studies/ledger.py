@@ -110,9 +110,10 @@ def six_digits(value):
 def training_curve(steps: pd.DataFrame) -> dict[str, list]:
     """The training curve in at most CURVE_POINTS points: means, and the last of their tokens."""
     points = steps.groupby(steps.index * CURVE_POINTS // len(steps))
-    curve = points[LOGGED].mean(skipna=False).assign(tokens=points.tokens.last())
+    curve = points[LOGGED].mean(skipna=False)
     curve = curve.dropna(axis="columns", how="all")
-    return {name: list(map(six_digits, values)) for name, values in curve.items()}
+    values = {name: list(map(six_digits, column)) for name, column in curve.items()}
+    return {"tokens": points.tokens.last().astype(int).tolist()} | values
 
 
 def scores(run: LoggedRun) -> list[dict]:

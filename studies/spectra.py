@@ -25,10 +25,11 @@ from looped.checkpoint import checkpoints, read_checkpoint, step_of
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.figures import Plot, figure, fmt, frame_table
 from looped.files import write_atomic
-from looped.machine import distributed
 from looped.randomness import SEED_EVAL, sequence_keys
 from model import discretise
 
+# not an Apple GPU, which lacks float64
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # measured, up to --loops
 SPECTRA = {"rho": "ρ(Ā)", "carry_norm": "‖Ā‖", "write_norm": "‖B̄‖", "readout_norm": "‖C‖"}
 QUANTILES = {"least": 0.0, "a tenth": 0.1, "median": 0.5, "nine tenths": 0.9, "largest": 1.0}
@@ -150,7 +151,7 @@ def validation_rows(path: Path, model, config: dict, args) -> tuple:
 
 def measure_run(path: Path, args) -> list[dict]:
     """What is measured of a run's newest checkpoint or, with --checkpoints, of each by step."""
-    model, _, config = open_run(path, distributed("auto").device)
+    model, _, config = open_run(path, DEVICE)
     if model.cfg.n_core == 0:
         fail(f"{path} has no loop to look into; leave it out")
     rows, _, keys = validation_rows(path, model, config, args)
@@ -193,7 +194,8 @@ def figures(runs: list[dict], out: Path, checkpoints: bool) -> list[str]:
     lines = []
     for key, label in QUANTITIES.items():
         frame = frame_of(runs, key)
-        file, scale, xlabel, caption = "norms", "log", frame.index.name, label
+        file, scale, caption = "norms", "log", label
+        xlabel = "depth, loops" if label.endswith("by depth") else ""
         if checkpoints:
             frame = frame.T.set_axis([run["step"] for run in runs])
             file, scale, xlabel, caption = "training", "linear", "step", f"Over training: {label}"

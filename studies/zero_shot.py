@@ -24,10 +24,10 @@ from looped.console import Parser, fail, outside, run_cli
 from looped.figures import fmt, frame_table
 from looped.files import write_atomic
 from looped.logs import read_json, read_run
-from looped.machine import distributed
 from looped.randomness import SEED_EVAL, sequence_keys
 from looped.tokenizer import BOS, encode
 from studies.comparisons import source_numbers
+from studies.spectra import DEVICE
 
 TASKS = ["hellaswag", "arc_challenge", "arc_easy", "piqa", "boolq", "sciq"]
 MEASURES = ["validation", "by token", "by word", *TASKS]
@@ -52,7 +52,7 @@ def text_nats(model, ids: list[int], bos: int, depth: int) -> float:
 
 def text_perplexities(path: Path, text: str) -> dict:
     """Perplexities of a text by a run, at depth mu_rec."""
-    model, enc, _ = open_run(path, distributed("auto").device)
+    model, enc, _ = open_run(path, DEVICE)
     ids = encode(enc, text)
     nats = text_nats(model, ids, enc.encode_single_token(BOS), model.cfg.mu_rec)
     words = len(text.split())

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from looped.console import fail
 from looped.figures import (
     Plot,
     depth_plot,
@@ -312,6 +313,8 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     experiment = EXPERIMENTS[args.name]
     arms = [arm for arm in flat(tables) if arm.runs]
     lines = lines_of(arms)
+    if not lines:
+        fail(f"no finished run of {args.name} to show; {args.out}.md is left as it is")
     text = introduction(args, experiment, lines)
     for part in tables:
         text += source_table(part, experiment.unit)

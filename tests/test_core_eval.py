@@ -76,7 +76,7 @@ class Scripted:
         for depth in sorted(set(depths)):
             yield depth, self.table[ids] * depth
 
-    def after(self, h, ids):
+    def coda(self, h, ids):
         return h
 
     def head(self, x):

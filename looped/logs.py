@@ -62,7 +62,7 @@ AVERAGE = {"name": str, "mean": number, "std": number, "tasks_done": int, "tasks
 
 
 def converted(record: dict, kinds: dict) -> dict:
-    """The parts named in kinds {name: kind}; an error of DAMAGE where one is missing or no such."""
+    """The parts named in kinds {name: kind}; an error of DAMAGE where one is missing or cannot be converted."""
     return {name: kind(record[name]) for name, kind in kinds.items()}
 
 

@@ -318,7 +318,7 @@ class ModelConfig:
     mlp: str = setting("relu2", "the MLP's nonlinearity; swiglu has a third matrix")
     qk_norm: bool = setting(True, "normalise queries and keys")
     key_offset: bool = setting(
-        False, "outside the loop, half of each key's channels are the preceding token's"
+        False, "in the last layer, half of each key's channels are the preceding token's"
     )
     attention_scale: float = setting(1.0, "factor on attention scores, beside 1 / sqrt(head width)")
     value_embeds: bool = setting(True, "value tables, on every second layer")
@@ -601,10 +601,10 @@ class Model(nn.Module):
         self.wte = Embedding(cfg.vocab_size, d)
         # numbered by unique layer: prelude, core, coda
         tables = cfg.value_layers()
-        core = range(cfg.n_prelude, cfg.n_prelude + cfg.n_core)
+        last = cfg.n_layer() - 1
         self.blocks = nn.ModuleList()
         for layer in range(cfg.n_layer()):
-            key_offset = cfg.key_offset and layer not in core
+            key_offset = cfg.key_offset and layer == last
             self.blocks.append(Block(cfg, layer in tables, key_offset))
         self.ve = nn.ModuleDict({str(i): Embedding(cfg.vocab_size, d) for i in tables})
         self.norm_f = RMSNorm(d)

@@ -1,11 +1,13 @@
 """
-What runs have learned to copy: the loss of tokens that their row foretells, and of all others.
+What runs have learned to copy, and with which layer.
 
     python -m studies.copying RUN… --out results/copying
 
 A token is foretold where the two tokens before it stood in the row earlier and were followed,
-the last time, by the same token. At the small scales seeds scatter mostly in these: copying is
-learned at once, and early, late or not at all within a run's tokens.
+the last time, by the same token: the loss of these tokens, and of all others. And the share of
+each layer's attention that falls on the preceding token, and on what followed an earlier
+occurrence of the query's own token, from which one copies. At the small scales runs that differ
+in the seed alone may differ in which layer copies, and then in their loss.
 """
 
 from dataclasses import asdict
@@ -14,15 +16,23 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 
 from core_eval import open_run
+from looped.cache import KVCache
 from looped.console import Parser, fail, positive_int, run_cli
+from looped.depth import even_plan
 from looped.figures import frame_table, plus_minus, table
 from looped.files import write_atomic
+from looped.ops import offset_keys
 from model import PRESETS
 from studies.spectra import DEVICE, validation_rows
 
-BATCH = 16  # rows at once
+BATCH = 16  # rows at once; attention is looked at in the first of these batches
+ATTENTION = (
+    "Attention: its mean share on the preceding token, and on what followed earlier occurrences of "
+    "the query's token, by layer from the first to the last, the loop's in its last loop."
+)
 LOSSES = ["all", "foretold", "others"]
 ARM = ["arm", "tokens a parameter", "rows of"]  # runs that are alike in these are averaged
 
@@ -50,6 +60,46 @@ def token_losses(model, rows, keys) -> np.ndarray:
     return np.concatenate(losses)
 
 
+class Observer(KVCache):
+    """A cache that notes where attention goes while a model reads rows as one piece."""
+
+    def __init__(self, model, ids):
+        """ids (B, T)"""
+        rows, tokens = ids.shape
+        super().__init__(model.cfg, tokens)
+        positions = torch.arange(tokens, device=ids.device).expand(rows, tokens)
+        self.begin_piece(positions, *model.rotary(positions))
+        before = F.pad(ids, (1, 0), value=-1)[:, :-1]  # each key's preceding token
+        self.follows = (ids[:, :, None] == before[:, None, :]) & self.mask  # (B, T, T)
+        self.shares = {}  # {layer: its attention's shares}, in the loop the last one's
+
+    def attend(self, layer, q, k, v, key_offset=False):
+        keys = offset_keys(k) if key_offset else k
+        scores = q @ keys.mT * q.size(-1) ** -0.5
+        weights = scores.masked_fill(~self.mask, -torch.inf).softmax(-1).mean(1)  # (B, T, T)
+        preceding = weights.diagonal(-1, 1, 2).mean()
+        recurring = self.follows.any(-1)
+        followers = (weights * self.follows).sum(-1)[recurring].mean()
+        self.shares[layer] = {"preceding": preceding.item(), "followers": followers.item()}
+        return super().attend(layer, q, k, v, key_offset)
+
+
+@torch.no_grad()
+def attention_shares(model, ids, keys) -> dict[int, dict]:
+    """ids (B, T) -> for each layer the mean shares of attention on the preceding token, and on
+    what followed earlier occurrences of the query's token where there are any.
+    """
+    observer = Observer(model, ids)
+    h, inputs = model.before(ids, keys, observer)
+    if inputs is not None:
+        for state in model.unroll(
+            h, inputs, even_plan(len(ids), model.cfg.mu_rec, ids.device), observer
+        ):
+            h = state.h
+    model.coda(h, ids, observer)
+    return observer.shares
+
+
 def arm_of(cfg, preset: str) -> str:
     """The preset, and the fields of the network that are not as it has them."""
     own = asdict(cfg)
@@ -70,6 +120,10 @@ def measure(path: Path, args) -> dict:
     losses = token_losses(model, rows, keys)
     marks = foretold(rows.cpu().numpy())
     trained = config["steps"] * told["batch_size"] * model.cfg.seq_len
+    shares = attention_shares(model, rows[:BATCH, :-1], keys[:BATCH])
+    attention = {}
+    for name in ("preceding", "followers"):
+        attention[f"attention on {name}"] = " ".join(f"{shares[i][name]:.2f}" for i in shares)
     return {
         "run": path.name,
         "arm": arm_of(model.cfg, told["preset"]),
@@ -80,6 +134,7 @@ def measure(path: Path, args) -> dict:
         "all": losses.mean(),
         "foretold": losses[marks].mean(),
         "others": losses[~marks].mean(),
+        **attention,
     }
 
 
@@ -111,6 +166,7 @@ def main(argv=None):
     means = runs.groupby(ARM, sort=False)[LOSSES].agg(plus_minus)
     lines = ["# Loss of the tokens that their row foretells, and of others", ""]
     lines += ["Nats a token at depth mu_rec; mean over seeds ± half the 95 % t interval.", ""]
+    lines += [ATTENTION, ""]
     lines += frame_table(means)
     lines += difference_table(runs)
     runs["foretold tokens"] = runs["foretold tokens"].map("{:.1%}".format)

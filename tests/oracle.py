@@ -66,8 +66,7 @@ class Oracle:
             queries, keys = rotate(q[:, own], c.rope_theta), rotate(k[:, own], c.rope_theta)
             if c.qk_norm:
                 queries, keys = rms(queries), rms(keys)
-            outside = not c.n_prelude <= layer < c.n_prelude + c.n_core
-            if c.key_offset and outside:
+            if c.key_offset and layer == c.n_prelude + c.n_core + c.n_coda - 1:
                 slow = torch.arange(K) % (K // 2) >= K // 4
                 before = torch.cat([torch.zeros_like(keys[:1]), keys[:-1]])
                 keys = torch.where(slow, before, keys)

@@ -8,13 +8,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import refused, run_program
+from helpers import refused, run_program, small_model
 
 import train
 from looped import figures
 from looped.logs import read_log
 from looped.randomness import SEED_EVAL, sequence_key
-from model import load_run
+from model import ModelConfig, load_run
 from studies import copying, depth_laws, experiments, ledger, pages, zero_shot
 from studies.comparisons import EXPERIMENTS, Arm, flat, tables_of
 
@@ -385,6 +385,30 @@ def test_foretold_tokens_and_their_losses(packed, here):
     line = (here / "page.md").read_text().splitlines()[-2]
     for part in (losses, losses[marks], losses[~marks]):
         assert f"{part.mean():.4f}" in line
+
+
+def test_shares_of_even_attention():
+    """Queries of zero attend evenly to themselves and to all before them."""
+    cfg = ModelConfig(
+        vocab_size=40, seq_len=20, d_model=16, n_head=2, d_mlp=24, mu_rec=2, key_offset=True
+    )
+    model = small_model(cfg)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.q.weight.zero_()
+    ids = torch.randint(0, 6, (3, 20), generator=torch.Generator().manual_seed(0))
+    shares = copying.attention_shares(model, ids, torch.arange(3))
+    followers = []
+    for row in ids.tolist():
+        for t in range(1, 20):
+            count = row[:t].count(row[t])
+            if count:
+                followers.append(count / (t + 1))
+    preceding = np.mean([1 / (t + 1) for t in range(1, 20)])
+    assert list(shares) == list(range(model.cfg.n_layer()))
+    for found in shares.values():
+        assert found["preceding"] == pytest.approx(preceding, rel=1e-5)
+        assert found["followers"] == pytest.approx(np.mean(followers), rel=1e-5)
 
 
 def test_more_loops_with_gradient_than_loops_are_refused(capsys):

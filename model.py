@@ -320,7 +320,6 @@ class ModelConfig:
     key_offset: bool = setting(
         False, "in the last layer, half of each key's channels are the preceding token's"
     )
-    attention_scale: float = setting(1.0, "factor on attention scores, beside 1 / sqrt(head width)")
     value_embeds: bool = setting(True, "value tables, on every second layer")
     prelude_norm: bool = setting(True, "normalise the prelude's output")
     input_matrix: bool = setting(True, "the diagonal path's matrix B; without: the identity")
@@ -436,7 +435,6 @@ NANO = replace(
     readout=False,
     prelude_norm=False,
     state_init="zero",
-    attention_scale=3.0,
     key_offset=True,
 )
 TINY = ModelConfig(vocab_size=4096, d_model=128, n_head=2, d_mlp=512)
@@ -483,7 +481,6 @@ class Attention(nn.Module):
         self.n_head = cfg.n_head
         self.qk_norm = cfg.qk_norm
         self.key_offset = key_offset
-        self.scale = cfg.attention_scale
         self.q = Linear(d, d)
         self.k = Linear(d, d)
         self.v = Linear(d, d)
@@ -505,8 +502,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = F.rms_norm(q, (q.size(-1),), eps=EPS)
             k = F.rms_norm(k, (k.size(-1),), eps=EPS)
-        q = q.transpose(1, 2) * self.scale  # (B, H, T, K)
-        y = attend(q, k.transpose(1, 2), v.transpose(1, 2), self.key_offset)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.key_offset)
         return self.o(y.transpose(1, 2).reshape(B, T, D))
 
 

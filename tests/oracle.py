@@ -74,7 +74,7 @@ class Oracle:
             if table is not None:
                 gate = 1 / (1 + torch.exp(-(x[:, :32] @ self.w[at + "gate.weight"][head])))
                 values = values + 2 * gate[:, None] * table[ids][:, own]
-            scores = (c.attention_scale * queries @ keys.T / math.sqrt(K) + mask).exp()
+            scores = (queries @ keys.T / math.sqrt(K) + mask).exp()
             heads.append(scores / scores.sum(1, keepdim=True) @ values)
         return self.linear(torch.cat(heads, -1), at + "o")
 

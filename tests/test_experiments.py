@@ -115,12 +115,12 @@ def steps(losses):
 
 
 def test_what_a_line_lacks_had_the_default():
-    flags = ["--preset", "nano", "--tokens", "1e6", "--attention-scale"]
-    wanted, _ = ledger.wanted_settings([*flags, "1"])
-    known = {name: value for name, value in wanted.items() if name != "attention_scale"}
+    flags = ["--preset", "nano", "--tokens", "1e6"]
+    wanted, _ = ledger.wanted_settings([*flags, "--no-key-offset"])
+    known = {name: value for name, value in wanted.items() if name != "key_offset"}
     line = {"settings": known}
-    sharper, _ = ledger.wanted_settings([*flags, "3"])
-    assert ledger.same_run(line, wanted) and not ledger.same_run(line, sharper)
+    with_offset, _ = ledger.wanted_settings(flags)
+    assert ledger.same_run(line, wanted) and not ledger.same_run(line, with_offset)
 
 
 def test_a_transformer_heeds_no_flag_of_the_loop():

@@ -175,7 +175,7 @@ VARIANTS = [
     {"block": "resnorm", "mlp": "swiglu", "value_embeds": False, "qk_norm": False, "readout": False},
     {"prelude_norm": False, "state_init": "zero"},
     {"state_init": "normal", "rope_theta": 100.0, "key_offset": True},
-    {"input_matrix": False, "readout": False, "attention_scale": 3.0},
+    {"input_matrix": False, "readout": False},
     {"n_core": 0, "n_prelude": 3, "n_coda": 0, "key_offset": True},
 ]  # fmt: skip
 

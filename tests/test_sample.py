@@ -21,7 +21,7 @@ SMALL = {"vocab_size": 64, "seq_len": 12, "d_model": 16, "n_head": 2, "d_mlp": 2
 LOOP = dataclasses.replace(PRESETS["tiny"], **SMALL, mu_rec=5)
 VARIANTS = [
     ("injection", "add"), ("injection", "concat"), ("injection", "none"), ("gain", "zoh"), ("block", "resnorm"),
-    ("mlp", "swiglu"), ("value_embeds", False), ("qk_norm", False), ("attention_scale", 3.0), ("key_offset", True), ("readout", False), ("prelude_norm", False),
+    ("mlp", "swiglu"), ("value_embeds", False), ("qk_norm", False), ("key_offset", True), ("readout", False), ("prelude_norm", False),
     ("state_init", "zero"), ("state_init", "normal"), ("n_core", 3), ("n_coda", 0), ("n_prelude", 0),
     ("mechanism", "attnres"), ("mechanism", "hyper"),
 ]  # fmt: skip

@@ -49,7 +49,15 @@ from looped.flops import flops_per_token
 from looped.layers import EPS, Embedding, Linear, RMSNorm, copied
 from looped.machine import note_other_code, to_device
 from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
-from looped.ops import ChunkedCrossEntropy, attend, orthogonal, rope, spectral_norm
+from looped.ops import (
+    ChunkedCrossEntropy,
+    attend,
+    offset_keys,
+    offset_values,
+    orthogonal,
+    rope,
+    spectral_norm,
+)
 from looped.randomness import SEED_INIT, hashed_normal, sequence_key
 
 # -------------------------------------------------------------------------------------------------
@@ -317,8 +325,9 @@ class ModelConfig:
     )
     mlp: str = setting("relu2", "the MLP's nonlinearity; swiglu has a third matrix")
     qk_norm: bool = setting(True, "normalise queries and keys")
-    key_offset: bool = setting(
-        False, "in the last layer, half of each key's channels are the preceding token's"
+    token_shift: bool = setting(
+        False,
+        "half of the first layer's values and of the last layer's keys: the preceding token's",
     )
     value_embeds: bool = setting(True, "value tables, on every second layer")
     prelude_norm: bool = setting(True, "normalise the prelude's output")
@@ -371,8 +380,8 @@ class ModelConfig:
             raise ValueError(f"--mu-bwd {self.mu_bwd} {advice}")
 
     def _check_shapes(self):
-        # a head's channels rotate in pairs; half of the pairs may be offset
-        part = 4 if self.key_offset else 2
+        # a head's channels rotate in pairs; half of the pairs may be the preceding token's
+        part = 4 if self.token_shift else 2
         unit = part * self.n_head
         if self.d_model % unit:
             fits = math.ceil(self.d_model / unit) * unit
@@ -435,7 +444,7 @@ NANO = replace(
     readout=False,
     prelude_norm=False,
     state_init="zero",
-    key_offset=True,
+    token_shift=True,
 )
 TINY = ModelConfig(vocab_size=4096, d_model=128, n_head=2, d_mlp=512)
 RDM_LARGE = ModelConfig(vocab_size=65536, seq_len=2048, d_model=1024, n_head=8, mu_rec=16)
@@ -475,12 +484,12 @@ PRESETS = {
 
 
 class Attention(nn.Module):
-    def __init__(self, cfg: ModelConfig, value_gate: bool, key_offset: bool):
+    def __init__(self, cfg: ModelConfig, value_gate: bool, offset: Callable | None):
         super().__init__()
         d = cfg.d_model
         self.n_head = cfg.n_head
         self.qk_norm = cfg.qk_norm
-        self.key_offset = key_offset
+        self.offset = offset
         self.q = Linear(d, d)
         self.k = Linear(d, d)
         self.v = Linear(d, d)
@@ -502,7 +511,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = F.rms_norm(q, (q.size(-1),), eps=EPS)
             k = F.rms_norm(k, (k.size(-1),), eps=EPS)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.key_offset)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.offset)
         return self.o(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -526,9 +535,9 @@ class Block(nn.Module):
     resnorm (RDM): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)
     """
 
-    def __init__(self, cfg: ModelConfig, value_gate: bool, key_offset: bool):
+    def __init__(self, cfg: ModelConfig, value_gate: bool, offset: Callable | None):
         super().__init__()
-        self.attn = Attention(cfg, value_gate, key_offset)
+        self.attn = Attention(cfg, value_gate, offset)
         self.mlp = MLP(cfg)
         self.norm1 = RMSNorm(cfg.d_model)
         self.norm2 = RMSNorm(cfg.d_model)
@@ -597,11 +606,10 @@ class Model(nn.Module):
         self.wte = Embedding(cfg.vocab_size, d)
         # numbered by unique layer: prelude, core, coda
         tables = cfg.value_layers()
-        last = cfg.n_layer() - 1
+        offsets = {0: offset_values, cfg.n_layer() - 1: offset_keys} if cfg.token_shift else {}
         self.blocks = nn.ModuleList()
         for layer in range(cfg.n_layer()):
-            key_offset = cfg.key_offset and layer == last
-            self.blocks.append(Block(cfg, layer in tables, key_offset))
+            self.blocks.append(Block(cfg, layer in tables, offsets.get(layer)))
         self.ve = nn.ModuleDict({str(i): Embedding(cfg.vocab_size, d) for i in tables})
         self.norm_f = RMSNorm(d)
         self.norm_e = RMSNorm(d) if cfg.n_core and cfg.prelude_norm else None

@@ -13,10 +13,10 @@ differ from loop to loop. A token may leave the loop early: later tokens that lo
 keys and values in the deeper slots (Geiping et al. 2025).
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-
-from looped.ops import offset_keys
 
 
 class KVCache:
@@ -46,7 +46,7 @@ class KVCache:
         self.loop = loop
         self.live = live
 
-    def attend(self, layer: int, q, k, v, key_offset: bool = False):
+    def attend(self, layer: int, q, k, v, offset: Callable | None = None):
         """q, k, v (B, H, T, K) of the tokens just placed -> their attention, (B, H, T, K)."""
         new = torch.stack([k, v]).transpose(2, 3)  # (2, B, T, H, K)
         loop = self.loop if layer in self.core else 0
@@ -61,8 +61,8 @@ class KVCache:
             new = torch.where(self.live[..., None, None], new, last[:, :, self.new])
         slot[:, :, self.new] = new
         k, v = slot[:, :, : self.length].transpose(2, 3)  # (B, H, S, K)
-        if key_offset:
-            k = offset_keys(k)
+        if offset is not None:
+            k, v = offset(k, v)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
 
     def settle(self, loops: int) -> None:

@@ -1,6 +1,7 @@
 """Operations on tensors that know nothing of the model."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,25 +15,38 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.cat([y1, y2], dim=-1)
 
 
-def offset_keys(k: torch.Tensor) -> torch.Tensor:
-    """Keys (B, H, T, K) whose more slowly rotating half of channels is the preceding token's, 0 for
-    the first. So a query finds what followed an earlier occurrence in one layer, not two.
+def preceding(x: torch.Tensor) -> torch.Tensor:
+    """x (B, H, T, K) -> of each token what its preceding one has, 0 for the first."""
+    return F.pad(x, (0, 0, 1, 0))[:, :, :-1]
+
+
+def offset_values(k, v):
+    """Keys and values (B, H, T, K) -> the same with the values' second half of channels the preceding
+    token's. So a token that attends to itself reads two.
     """
-    before = F.pad(k, (0, 0, 1, 0))[:, :, :-1]
+    own, _ = v.chunk(2, dim=-1)
+    _, before = preceding(v).chunk(2, dim=-1)
+    return k, torch.cat([own, before], dim=-1)
+
+
+def offset_keys(k, v):
+    """The same with the keys' more slowly rotating half of channels the preceding token's. So a query
+    finds what followed an earlier occurrence in one layer, not two.
+    """
     # `rope` pairs channel c with c + K/2, and turns the first pairs fastest
     fast, _, fast_partner, _ = k.chunk(4, dim=-1)
-    _, slow, _, slow_partner = before.chunk(4, dim=-1)
-    return torch.cat([fast, slow, fast_partner, slow_partner], dim=-1)
+    _, slow, _, slow_partner = preceding(k).chunk(4, dim=-1)
+    return torch.cat([fast, slow, fast_partner, slow_partner], dim=-1), v
 
 
-def attend(q, k, v, key_offset: bool = False):
-    """Causal attention on (B, H, T, K); key_offset: on `offset_keys` of k.
+def attend(q, k, v, offset: Callable | None = None):
+    """Causal attention on (B, H, T, K); offset: one of the functions above.
 
     For short bfloat16 rows on a CPU two matrix products take half the time of torch's kernel
     (LOG.md); scores are then rounded to bfloat16, as every other activation is.
     """
-    if key_offset:
-        k = offset_keys(k)
+    if offset is not None:
+        k, v = offset(k, v)
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or q.size(2) > 512:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     tokens = q.size(2)

@@ -24,7 +24,6 @@ from looped.console import Parser, fail, positive_int, run_cli
 from looped.depth import even_plan
 from looped.figures import frame_table, plus_minus, table
 from looped.files import write_atomic
-from looped.ops import offset_keys
 from model import PRESETS
 from studies.spectra import DEVICE, validation_rows
 
@@ -73,15 +72,15 @@ class Observer(KVCache):
         self.follows = (ids[:, :, None] == before[:, None, :]) & self.mask  # (B, T, T)
         self.shares = {}  # {layer: its attention's shares}, in the loop the last one's
 
-    def attend(self, layer, q, k, v, key_offset=False):
-        keys = offset_keys(k) if key_offset else k
+    def attend(self, layer, q, k, v, offset=None):
+        keys = k if offset is None else offset(k, v)[0]
         scores = q @ keys.mT * q.size(-1) ** -0.5
         weights = scores.masked_fill(~self.mask, -torch.inf).softmax(-1).mean(1)  # (B, T, T)
         preceding = weights.diagonal(-1, 1, 2).mean()
         recurring = self.follows.any(-1)
         followers = (weights * self.follows).sum(-1)[recurring].mean()
         self.shares[layer] = {"preceding": preceding.item(), "followers": followers.item()}
-        return super().attend(layer, q, k, v, key_offset)
+        return super().attend(layer, q, k, v, offset)
 
 
 @torch.no_grad()

@@ -43,6 +43,11 @@ def rotate(x, theta: float):
     return torch.cat([turned.real, turned.imag], -1)
 
 
+def preceding(x):
+    """Each token's preceding one, (T, K); zeros before the first."""
+    return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+
+
 class Oracle:
     def __init__(self, cfg, weights: dict):
         self.cfg = cfg
@@ -66,14 +71,16 @@ class Oracle:
             queries, keys = rotate(q[:, own], c.rope_theta), rotate(k[:, own], c.rope_theta)
             if c.qk_norm:
                 queries, keys = rms(queries), rms(keys)
-            if c.key_offset and layer == c.n_prelude + c.n_core + c.n_coda - 1:
-                slow = torch.arange(K) % (K // 2) >= K // 4
-                before = torch.cat([torch.zeros_like(keys[:1]), keys[:-1]])
-                keys = torch.where(slow, before, keys)
             values = v[:, own]
             if table is not None:
                 gate = 1 / (1 + torch.exp(-(x[:, :32] @ self.w[at + "gate.weight"][head])))
                 values = values + 2 * gate[:, None] * table[ids][:, own]
+            last = layer == c.n_prelude + c.n_core + c.n_coda - 1
+            if c.token_shift and last:
+                slow = torch.arange(K) % (K // 2) >= K // 4
+                keys = torch.where(slow, preceding(keys), keys)
+            elif c.token_shift and layer == 0:
+                values = torch.where(torch.arange(K) >= K // 2, preceding(values), values)
             scores = (queries @ keys.T / math.sqrt(K) + mask).exp()
             heads.append(scores / scores.sum(1, keepdim=True) @ values)
         return self.linear(torch.cat(heads, -1), at + "o")

@@ -116,8 +116,8 @@ def steps(losses):
 
 def test_what_a_line_lacks_had_the_default():
     flags = ["--preset", "nano", "--tokens", "1e6"]
-    wanted, _ = ledger.wanted_settings([*flags, "--no-key-offset"])
-    known = {name: value for name, value in wanted.items() if name != "key_offset"}
+    wanted, _ = ledger.wanted_settings([*flags, "--no-token-shift"])
+    known = {name: value for name, value in wanted.items() if name != "token_shift"}
     line = {"settings": known}
     with_offset, _ = ledger.wanted_settings(flags)
     assert ledger.same_run(line, wanted) and not ledger.same_run(line, with_offset)
@@ -128,7 +128,7 @@ def test_a_transformer_heeds_no_flag_of_the_loop():
         wanted, _ = ledger.wanted_settings(["--preset", preset, "--tokens", "1e6"])
         other = wanted | {"prelude_norm": not wanted["prelude_norm"]}
         assert ledger.same_run({"settings": other}, wanted) == same
-        assert not ledger.same_run({"settings": wanted | {"key_offset": False}}, wanted)
+        assert not ledger.same_run({"settings": wanted | {"token_shift": False}}, wanted)
 
 
 def test_divergence_rule():
@@ -390,7 +390,7 @@ def test_foretold_tokens_and_their_losses(packed, here):
 def test_shares_of_even_attention():
     """Queries of zero attend evenly to themselves and to all before them."""
     cfg = ModelConfig(
-        vocab_size=40, seq_len=20, d_model=16, n_head=2, d_mlp=24, mu_rec=2, key_offset=True
+        vocab_size=40, seq_len=20, d_model=16, n_head=2, d_mlp=24, mu_rec=2, token_shift=True
     )
     model = small_model(cfg)
     with torch.no_grad():

@@ -19,7 +19,6 @@ import tools.plan
 from looped import memory
 from looped.machine import Place
 from looped.memory import FEW_TOKENS, GIB, Step, check_memory, predict_memory, steps_to_try
-from looped.ops import offset_keys
 from model import PRESETS, Model
 from muon import Optimizer, Rates
 from tools.plan import CARDS, plan
@@ -53,9 +52,9 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def flash_attention(q, k, v, key_offset=False):
-    if key_offset:
-        k = offset_keys(k)
+def flash_attention(q, k, v, offset=None):
+    if offset is not None:
+        k, v = offset(k, v)
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
@@ -85,7 +84,7 @@ def configurations():
         {"mechanism": "attnres"},
         {"granularity": "token"},
         {"gain": "zoh"},
-        {"key_offset": True},
+        {"token_shift": True},
     ):
         (setting,) = change.items()
         yield pytest.param("parcae-140m", replace(looped, **change), id=" ".join(map(str, setting)))

@@ -174,9 +174,9 @@ VARIANTS = [
     {"gain": "zoh", "n_core": 2, "n_prelude": 2, "n_coda": 2},
     {"block": "resnorm", "mlp": "swiglu", "value_embeds": False, "qk_norm": False, "readout": False},
     {"prelude_norm": False, "state_init": "zero"},
-    {"state_init": "normal", "rope_theta": 100.0, "key_offset": True},
+    {"state_init": "normal", "rope_theta": 100.0, "token_shift": True},
     {"input_matrix": False, "readout": False},
-    {"n_core": 0, "n_prelude": 3, "n_coda": 0, "key_offset": True},
+    {"n_core": 0, "n_prelude": 3, "n_coda": 0, "token_shift": True},
 ]  # fmt: skip
 
 
@@ -553,7 +553,7 @@ def test_checkpointed_loops_are_computed_again_and_give_the_same_gradients(granu
 
 REFUSED = (
     ({"n_head": 3}, "--n-head 3; try --d-model 18"), ({"d_model": 33, "n_head": 1}, "try --d-model 34"),
-    ({"d_model": 18, "n_head": 1, "key_offset": True}, "no multiple of 4 × --n-head 1; try --d-model 20"),
+    ({"d_model": 18, "n_head": 1, "token_shift": True}, "no multiple of 4 × --n-head 1; try --d-model 20"),
     ({"mu_bwd": 9}, "--mu-bwd 9"), ({"mu_rec": 0}, "--mu-rec 0"), ({"streams": 0}, "--streams 0"),
     ({"ssm_decay": 1.0}, "--ssm-decay 1.0"), ({"rope_theta": 0.0}, "--rope-theta 0.0"),
     ({"mechanism": "attnres", "granularity": "token"}, "--mechanism attnres .*--granularity token"),

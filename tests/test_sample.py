@@ -21,7 +21,7 @@ SMALL = {"vocab_size": 64, "seq_len": 12, "d_model": 16, "n_head": 2, "d_mlp": 2
 LOOP = dataclasses.replace(PRESETS["tiny"], **SMALL, mu_rec=5)
 VARIANTS = [
     ("injection", "add"), ("injection", "concat"), ("injection", "none"), ("gain", "zoh"), ("block", "resnorm"),
-    ("mlp", "swiglu"), ("value_embeds", False), ("qk_norm", False), ("key_offset", True), ("readout", False), ("prelude_norm", False),
+    ("mlp", "swiglu"), ("value_embeds", False), ("qk_norm", False), ("token_shift", True), ("readout", False), ("prelude_norm", False),
     ("state_init", "zero"), ("state_init", "normal"), ("n_core", 3), ("n_coda", 0), ("n_prelude", 0),
     ("mechanism", "attnres"), ("mechanism", "hyper"),
 ]  # fmt: skip
@@ -64,17 +64,24 @@ class SlowCache:
         written = self.kept[layer][position]
         return written.get(self.loop, written[max(written)])
 
-    def attend(self, layer, q, k, v, key_offset=False):
+    def shift(self, entries, channels):
+        """In place: of these channels what the preceding token has."""
+        for j in range(len(entries) - 1, -1, -1):
+            entries[j, :, channels] = entries[j - 1, :, channels] if j else 0
+
+    def attend(self, layer, q, k, v, offset=None):
         position = int(self.positions)
         loops = self.kept.setdefault(layer, {}).setdefault(position, {})
         loops[self.loop if layer in self.core else 0] = (k[0, :, 0], v[0, :, 0])
         entries = [self.entry(layer, j) for j in range(position + 1)]
         keys, values = (torch.stack(part) for part in zip(*entries, strict=True))
-        if key_offset:
+        if offset is not None:
             part = keys.size(-1) // 4
-            for channels in (slice(part, 2 * part), slice(3 * part, None)):
-                for j in range(position, -1, -1):
-                    keys[j, :, channels] = keys[j - 1, :, channels] if j else 0
+            if layer == 0:
+                self.shift(values, slice(2 * part, None))
+            else:
+                self.shift(keys, slice(part, 2 * part))
+                self.shift(keys, slice(3 * part, None))
         weights = (torch.einsum("hk,shk->hs", q[0, :, 0], keys) / q.size(-1) ** 0.5).softmax(-1)
         return torch.einsum("hs,shk->hk", weights, values)[None, :, None]
 

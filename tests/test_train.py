@@ -337,9 +337,9 @@ def test_a_run_whose_config_lacks_a_field_resumes_with_its_default(base, packed,
     run = begun_before(base, tmp_path / "r", ["rope_theta", "granularity"])
     here(packed, run, "--resume")
     assert_identical(run, base)
-    older = begun_before(base, tmp_path / "older", ["key_offset"])  # nano had none then
-    refused(capsys, lambda: here(packed, older, "--resume"), "--key-offset False (now True)")
-    here(packed, older, "--resume", "--no-key-offset")
+    older = begun_before(base, tmp_path / "older", ["token_shift"])  # nano had none then
+    refused(capsys, lambda: here(packed, older, "--resume"), "--token-shift False (now True)")
+    here(packed, older, "--resume", "--no-token-shift")
     assert len(checkpoints(older)) == 2
 
 

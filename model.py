@@ -52,10 +52,10 @@ from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
 from looped.ops import (
     ChunkedCrossEntropy,
     attend,
-    offset_keys,
-    offset_values,
     orthogonal,
     rope,
+    shift_keys,
+    shift_values,
     spectral_norm,
 )
 from looped.randomness import SEED_INIT, hashed_normal, sequence_key
@@ -484,12 +484,12 @@ PRESETS = {
 
 
 class Attention(nn.Module):
-    def __init__(self, cfg: ModelConfig, value_gate: bool, offset: Callable | None):
+    def __init__(self, cfg: ModelConfig, value_gate: bool, shift: Callable | None):
         super().__init__()
         d = cfg.d_model
         self.n_head = cfg.n_head
         self.qk_norm = cfg.qk_norm
-        self.offset = offset
+        self.shift = shift
         self.q = Linear(d, d)
         self.k = Linear(d, d)
         self.v = Linear(d, d)
@@ -511,7 +511,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = F.rms_norm(q, (q.size(-1),), eps=EPS)
             k = F.rms_norm(k, (k.size(-1),), eps=EPS)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.offset)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.shift)
         return self.o(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -535,9 +535,9 @@ class Block(nn.Module):
     resnorm (RDM): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)
     """
 
-    def __init__(self, cfg: ModelConfig, value_gate: bool, offset: Callable | None):
+    def __init__(self, cfg: ModelConfig, value_gate: bool, shift: Callable | None):
         super().__init__()
-        self.attn = Attention(cfg, value_gate, offset)
+        self.attn = Attention(cfg, value_gate, shift)
         self.mlp = MLP(cfg)
         self.norm1 = RMSNorm(cfg.d_model)
         self.norm2 = RMSNorm(cfg.d_model)
@@ -606,10 +606,10 @@ class Model(nn.Module):
         self.wte = Embedding(cfg.vocab_size, d)
         # numbered by unique layer: prelude, core, coda
         tables = cfg.value_layers()
-        offsets = {0: offset_values, cfg.n_layer() - 1: offset_keys} if cfg.token_shift else {}
+        shifts = {0: shift_values, cfg.n_layer() - 1: shift_keys} if cfg.token_shift else {}
         self.blocks = nn.ModuleList()
         for layer in range(cfg.n_layer()):
-            self.blocks.append(Block(cfg, layer in tables, offsets.get(layer)))
+            self.blocks.append(Block(cfg, layer in tables, shifts.get(layer)))
         self.ve = nn.ModuleDict({str(i): Embedding(cfg.vocab_size, d) for i in tables})
         self.norm_f = RMSNorm(d)
         self.norm_e = RMSNorm(d) if cfg.n_core and cfg.prelude_norm else None

@@ -46,7 +46,7 @@ class KVCache:
         self.loop = loop
         self.live = live
 
-    def attend(self, layer: int, q, k, v, offset: Callable | None = None):
+    def attend(self, layer: int, q, k, v, shift: Callable | None = None):
         """q, k, v (B, H, T, K) of the tokens just placed -> their attention, (B, H, T, K)."""
         new = torch.stack([k, v]).transpose(2, 3)  # (2, B, T, H, K)
         loop = self.loop if layer in self.core else 0
@@ -61,8 +61,8 @@ class KVCache:
             new = torch.where(self.live[..., None, None], new, last[:, :, self.new])
         slot[:, :, self.new] = new
         k, v = slot[:, :, : self.length].transpose(2, 3)  # (B, H, S, K)
-        if offset is not None:
-            k, v = offset(k, v)
+        if shift is not None:
+            k, v = shift(k, v)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
 
     def settle(self, loops: int) -> None:

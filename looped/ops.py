@@ -20,7 +20,7 @@ def preceding(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0, 1, 0))[:, :, :-1]
 
 
-def offset_values(k, v):
+def shift_values(k, v):
     """Keys and values (B, H, T, K) -> the same with the values' second half of channels the preceding
     token's. So a token that attends to itself reads two.
     """
@@ -29,7 +29,7 @@ def offset_values(k, v):
     return k, torch.cat([own, before], dim=-1)
 
 
-def offset_keys(k, v):
+def shift_keys(k, v):
     """The same with the keys' more slowly rotating half of channels the preceding token's. So a query
     finds what followed an earlier occurrence in one layer, not two.
     """
@@ -39,14 +39,14 @@ def offset_keys(k, v):
     return torch.cat([fast, slow, fast_partner, slow_partner], dim=-1), v
 
 
-def attend(q, k, v, offset: Callable | None = None):
-    """Causal attention on (B, H, T, K); offset: one of the functions above.
+def attend(q, k, v, shift: Callable | None = None):
+    """Causal attention on (B, H, T, K); shift: one of the functions above.
 
     For short bfloat16 rows on a CPU two matrix products take half the time of torch's kernel
     (LOG.md); scores are then rounded to bfloat16, as every other activation is.
     """
-    if offset is not None:
-        k, v = offset(k, v)
+    if shift is not None:
+        k, v = shift(k, v)
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or q.size(2) > 512:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     tokens = q.size(2)

@@ -72,15 +72,15 @@ class Observer(KVCache):
         self.follows = (ids[:, :, None] == before[:, None, :]) & self.mask  # (B, T, T)
         self.shares = {}  # {layer: its attention's shares}, in the loop the last one's
 
-    def attend(self, layer, q, k, v, offset=None):
-        keys = k if offset is None else offset(k, v)[0]
+    def attend(self, layer, q, k, v, shift=None):
+        keys = k if shift is None else shift(k, v)[0]
         scores = q @ keys.mT * q.size(-1) ** -0.5
         weights = scores.masked_fill(~self.mask, -torch.inf).softmax(-1).mean(1)  # (B, T, T)
         preceding = weights.diagonal(-1, 1, 2).mean()
         recurring = self.follows.any(-1)
         followers = (weights * self.follows).sum(-1)[recurring].mean()
         self.shares[layer] = {"preceding": preceding.item(), "followers": followers.item()}
-        return super().attend(layer, q, k, v, offset)
+        return super().attend(layer, q, k, v, shift)
 
 
 @torch.no_grad()

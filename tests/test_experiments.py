@@ -119,8 +119,8 @@ def test_what_a_line_lacks_had_the_default():
     wanted, _ = ledger.wanted_settings([*flags, "--no-token-shift"])
     known = {name: value for name, value in wanted.items() if name != "token_shift"}
     line = {"settings": known}
-    with_offset, _ = ledger.wanted_settings(flags)
-    assert ledger.same_run(line, wanted) and not ledger.same_run(line, with_offset)
+    shifted, _ = ledger.wanted_settings(flags)
+    assert ledger.same_run(line, wanted) and not ledger.same_run(line, shifted)
 
 
 def test_a_transformer_heeds_no_flag_of_the_loop():

@@ -52,9 +52,9 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def flash_attention(q, k, v, offset=None):
-    if offset is not None:
-        k, v = offset(k, v)
+def flash_attention(q, k, v, shift=None):
+    if shift is not None:
+        k, v = shift(k, v)
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 

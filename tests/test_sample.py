@@ -64,24 +64,24 @@ class SlowCache:
         written = self.kept[layer][position]
         return written.get(self.loop, written[max(written)])
 
-    def shift(self, entries, channels):
+    def take_preceding(self, entries, channels):
         """In place: of these channels what the preceding token has."""
         for j in range(len(entries) - 1, -1, -1):
             entries[j, :, channels] = entries[j - 1, :, channels] if j else 0
 
-    def attend(self, layer, q, k, v, offset=None):
+    def attend(self, layer, q, k, v, shift=None):
         position = int(self.positions)
         loops = self.kept.setdefault(layer, {}).setdefault(position, {})
         loops[self.loop if layer in self.core else 0] = (k[0, :, 0], v[0, :, 0])
         entries = [self.entry(layer, j) for j in range(position + 1)]
         keys, values = (torch.stack(part) for part in zip(*entries, strict=True))
-        if offset is not None:
+        if shift is not None:
             part = keys.size(-1) // 4
             if layer == 0:
-                self.shift(values, slice(2 * part, None))
+                self.take_preceding(values, slice(2 * part, None))
             else:
-                self.shift(keys, slice(part, 2 * part))
-                self.shift(keys, slice(3 * part, None))
+                self.take_preceding(keys, slice(part, 2 * part))
+                self.take_preceding(keys, slice(3 * part, None))
         weights = (torch.einsum("hk,shk->hs", q[0, :, 0], keys) / q.size(-1) ** 0.5).softmax(-1)
         return torch.einsum("hs,shk->hk", weights, values)[None, :, None]
 

@@ -41,6 +41,7 @@ from looped.checkpoint import (
     MISFIT_ERRORS,
     newest_checkpoint,
     read_checkpoint,
+    refuse_gone,
     same_settings,
 )
 from looped.console import flag, one_line
@@ -327,7 +328,8 @@ class ModelConfig:
     qk_norm: bool = setting(True, "normalise queries and keys")
     token_shift: bool = setting(
         False,
-        "half of the first layer's values and of the last layer's keys: the preceding token's",
+        "take half the channels of the first layer's values and the last layer's keys from the "
+        "preceding token",
     )
     value_embeds: bool = setting(True, "value tables, on every second layer")
     prelude_norm: bool = setting(True, "normalise the prelude's output")
@@ -387,6 +389,11 @@ class ModelConfig:
             fits = math.ceil(self.d_model / unit) * unit
             advice = f"is no multiple of {part} × --n-head {self.n_head}; try --d-model {fits}"
             raise ValueError(f"--d-model {self.d_model} {advice}")
+        outside = min(self.n_prelude, self.n_coda) if self.n_core else self.n_layer() - 1
+        if self.token_shift and outside < 1:
+            raise ValueError(
+                "--token-shift needs a first and a last layer outside the loop; try --no-token-shift"
+            )
         if not 0 < self.ssm_decay < 1:
             raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, excluded")
 
@@ -985,8 +992,9 @@ def parameter_count(cfg: ModelConfig) -> int:
 
 def config_of(settings: dict) -> ModelConfig:
     """A ModelConfig from a run's config.json or a checkpoint; what an older run lacks takes its
-    default.
+    default. ValueError where it had what this code lacks.
     """
+    refuse_gone(settings)
     known = {f.name for f in fields(ModelConfig)}
     own = {name: value for name, value in settings.items() if name in known}
     return ModelConfig(**own)

@@ -47,7 +47,9 @@ class KVCache:
         self.live = live
 
     def attend(self, layer: int, q, k, v, shift: Callable | None = None):
-        """q, k, v (B, H, T, K) of the tokens just placed -> their attention, (B, H, T, K)."""
+        """q, k, v (B, H, T, K) of the tokens just placed -> their attention, (B, H, T, K). Slots hold
+        what is not yet shifted, so that a piece's first token finds its predecessor.
+        """
         new = torch.stack([k, v]).transpose(2, 3)  # (2, B, T, H, K)
         loop = self.loop if layer in self.core else 0
         last = self.slots.get((layer, loop - 1))

@@ -106,6 +106,26 @@ def read_checkpoint(path: Path) -> dict:
         raise ValueError(what) from None
 
 
+# The network's settings of earlier code that are no more: the values that changed nothing.
+GONE = {"key_offset": False, "attention_scale": 1.0}
+
+
+def gone(settings: dict) -> list[str]:
+    """Of an older run's settings those that made another network, which this code lacks."""
+    lacking = []
+    for name, inert in GONE.items():
+        if settings.get(name, inert) != inert:
+            lacking.append(f"{name} {settings[name]} (no longer known)")
+    return lacking
+
+
+def refuse_gone(settings: dict) -> None:
+    """ValueError where an older run's settings made another network."""
+    lacking = gone(settings)
+    if lacking:
+        raise ValueError(", ".join(lacking))
+
+
 def same_settings(state: dict, cfg) -> None:
     """ValueError where the settings a checkpoint was made with are not these; what an older one
     lacks had its default. A model without a loop heeds none of the loop's.
@@ -113,7 +133,7 @@ def same_settings(state: dict, cfg) -> None:
     old = state.get("config")
     if old is None:
         return
-    differing = []
+    differing = gone(old)
     for known in fields(cfg):
         was = old.get(known.name, known.default)
         now = getattr(cfg, known.name)

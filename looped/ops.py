@@ -16,13 +16,13 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def preceding(x: torch.Tensor) -> torch.Tensor:
-    """x (B, H, T, K) -> of each token what its preceding one has, 0 for the first."""
+    """x (B, H, T, K) -> the same shape: for each token its predecessor's entry, 0 for the first."""
     return F.pad(x, (0, 0, 1, 0))[:, :, :-1]
 
 
 def shift_values(k, v):
-    """Keys and values (B, H, T, K) -> the same with the values' second half of channels the preceding
-    token's. So a token that attends to itself reads two.
+    """Keys and values (B, H, T, K) -> the same keys; of the values the second half of channels is the
+    preceding token's. So a token that attends to itself reads two tokens.
     """
     own, _ = v.chunk(2, dim=-1)
     _, before = preceding(v).chunk(2, dim=-1)
@@ -30,8 +30,9 @@ def shift_values(k, v):
 
 
 def shift_keys(k, v):
-    """The same with the keys' more slowly rotating half of channels the preceding token's. So a query
-    finds what followed an earlier occurrence in one layer, not two.
+    """Keys and values (B, H, T, K) -> the same values; of the keys the half of channels that rotates
+    more slowly is the preceding token's. So one layer can find what followed an earlier occurrence
+    of the query's token, which otherwise takes two.
     """
     # `rope` pairs channel c with c + K/2, and turns the first pairs fastest
     fast, _, fast_partner, _ = k.chunk(4, dim=-1)
@@ -40,7 +41,7 @@ def shift_keys(k, v):
 
 
 def attend(q, k, v, shift: Callable | None = None):
-    """Causal attention on (B, H, T, K); shift: one of the functions above.
+    """Causal attention on (B, H, T, K); shift: shift_values, shift_keys or None, applied first.
 
     For short bfloat16 rows on a CPU two matrix products take half the time of torch's kernel
     (LOG.md); scores are then rounded to bfloat16, as every other activation is.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from looped.checkpoint import newest_checkpoint
+from looped.checkpoint import gone, newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
 from looped.files import LOCK, file_hash, take_lock, write_atomic
 from looped.machine import note_other_code, peak_flops, peak_memory
@@ -39,7 +39,7 @@ def differences(old: dict, new: dict, defaults: dict) -> list[str]:
     old, new: contents of config.json; defaults: of the network's settings, for those that an older
     run lacks. A model without a loop heeds none of the loop's.
     """
-    names = []
+    names = gone(old["model"])
     for name, value in new["args"].items():
         if name not in CHANGEABLE and old["args"].get(name, value) != value:
             names.append(f"{flag(name)} {old['args'][name]} (now {value})")

@@ -6,7 +6,7 @@ What runs have learned to copy, and with which layer.
 A token is foretold where the two tokens before it stood in the row earlier and were followed,
 the last time, by the same token: the loss of these tokens, and of all others. And the share of
 each layer's attention that falls on the preceding token, and on what followed an earlier
-occurrence of the query's own token, from which one copies. At the small scales runs that differ
+occurrence of the query's own token, which is where a layer that copies looks. At the small scales runs that differ
 in the seed alone may differ in which layer copies, and then in their loss.
 """
 
@@ -29,8 +29,10 @@ from studies.spectra import DEVICE, validation_rows
 
 BATCH = 16  # rows at once; attention is looked at in the first of these batches
 ATTENTION = (
-    "Attention: its mean share on the preceding token, and on what followed earlier occurrences of "
-    "the query's token, by layer from the first to the last, the loop's in its last loop."
+    "Attention: its mean share on the preceding token and, where the query's token occurred before, "
+    "on what followed it there; by layer from the first to the last, the loop's in its last loop, "
+    "mean over heads. With --token-shift a token of the first layer reads half of the preceding "
+    "one's values by attending to itself, which the first share does not count."
 )
 LOSSES = ["all", "foretold", "others"]
 ARM = ["arm", "tokens a parameter", "rows of"]  # runs that are alike in these are averaged

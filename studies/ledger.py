@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 import train
+from looped.checkpoint import gone
 from looped.console import outside
 from looped.logs import LoggedRun, read_run
 from looped.run_directory import CHANGEABLE
@@ -59,6 +60,8 @@ def same_run(line: dict, settings: dict) -> bool:
     """Whether a line was made with these settings; what it lacks had the default of today. A
     Transformer heeds no flag of the loop.
     """
+    if gone(line["settings"]):
+        return False
     known = defaults() | line["settings"]
     for name, value in settings.items():
         if known.get(name) != value and name not in unheeded(known["n_core"]):

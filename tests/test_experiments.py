@@ -13,6 +13,7 @@ from helpers import refused, run_program, small_model
 import train
 from looped import figures
 from looped.logs import read_log
+from looped.ops import shift_keys
 from looped.randomness import SEED_EVAL, sequence_key
 from model import ModelConfig, load_run
 from studies import copying, depth_laws, experiments, ledger, pages, zero_shot
@@ -385,6 +386,18 @@ def test_foretold_tokens_and_their_losses(packed, here):
     line = (here / "page.md").read_text().splitlines()[-2]
     for part in (losses, losses[marks], losses[~marks]):
         assert f"{part.mean():.4f}" in line
+
+
+def test_shares_are_of_the_attention_that_is_computed():
+    cfg = ModelConfig(vocab_size=40, seq_len=20, d_model=40, n_head=1, token_shift=True)
+    model = small_model(cfg)
+    ids = torch.randint(0, 6, (3, 20), generator=torch.Generator().manual_seed(0))
+    observer = copying.Observer(model, ids)
+    q, k = torch.randn(2, 3, 1, 20, 40, generator=torch.Generator().manual_seed(1))
+    v = torch.eye(20, 40).expand(3, 1, 20, 40)  # so what comes out are the weights
+    weights = observer.attend(2, q, k, v, shift_keys)[:, 0, :, :20]
+    preceding = weights.diagonal(-1, 1, 2).mean().item()
+    assert observer.shares[2]["preceding"] == pytest.approx(preceding, rel=1e-4)
 
 
 def test_shares_of_even_attention():

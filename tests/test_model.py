@@ -554,6 +554,8 @@ def test_checkpointed_loops_are_computed_again_and_give_the_same_gradients(granu
 REFUSED = (
     ({"n_head": 3}, "--n-head 3; try --d-model 18"), ({"d_model": 33, "n_head": 1}, "try --d-model 34"),
     ({"d_model": 18, "n_head": 1, "token_shift": True}, "no multiple of 4 × --n-head 1; try --d-model 20"),
+    ({"n_coda": 0, "token_shift": True}, "outside the loop; try --no-token-shift"),
+    ({"n_core": 0, "n_prelude": 1, "n_coda": 0, "token_shift": True}, "outside the loop; try --no-token-shift"),
     ({"mu_bwd": 9}, "--mu-bwd 9"), ({"mu_rec": 0}, "--mu-rec 0"), ({"streams": 0}, "--streams 0"),
     ({"ssm_decay": 1.0}, "--ssm-decay 1.0"), ({"rope_theta": 0.0}, "--rope-theta 0.0"),
     ({"mechanism": "attnres", "granularity": "token"}, "--mechanism attnres .*--granularity token"),
@@ -574,4 +576,9 @@ def test_unknown_gain_is_refused_also_where_no_configuration_checks_it():
 
 
 def test_settings_that_an_older_run_lacks_take_their_defaults():
-    assert config_of({"mu_rec": 3, "long_gone": 1}) == ModelConfig(mu_rec=3)
+    assert config_of({"mu_rec": 3, "long_gone": 1, "attention_scale": 1.0}) == ModelConfig(mu_rec=3)
+
+
+def test_settings_that_this_code_lacks_are_refused():
+    with pytest.raises(ValueError, match="key_offset True"):
+        config_of({"mu_rec": 3, "key_offset": True})

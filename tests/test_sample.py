@@ -139,7 +139,7 @@ def test_exits_equal_their_definition(threshold):
     ids, positions, keys = padded(rows, row_keys)
     depth = Depth(7, threshold)
     seen = set()
-    for name in ("n_core 3", "rdm-tiny"):
+    for name in ("n_core 3", "rdm-tiny", "token_shift True"):
         model = make(SHAPES[name])
         hidden, taken = read(model, ids, positions, keys, KVCache(model.cfg, 12), depth)
         logits = model.head(hidden).log_softmax(-1)

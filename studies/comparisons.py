@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from train import RECIPES
+
 SOURCES = Path(__file__).with_name("sources.csv")  # of: a depth, or a score
 
 LENGTHS = {"140m": 11.2e9, "370m": 29.6e9, "770m": 61.6e9, "1.3b": 104e9}  # the paper's tokens
@@ -117,10 +119,9 @@ def rows(flags: dict[str, str], **same) -> list[Arm]:
 
 
 def no_stochastic_depth(scale: Scale) -> str:
-    """The post's "no-SD" probe; at nano its rates differ from the recipe's as there: AdamW's a
-    quarter, Muon's the same.
-    """
-    rates = "--adam-lr 4e-3 --muon-lr 1e-2" if scale.small() else "--adam-lr 2e-3 --muon-lr 8e-3"
+    """The post's "no-SD" probe: AdamW's rate is a quarter of the recipe's, Muon's the same."""
+    recipe = RECIPES[scale.name]
+    rates = f"--adam-lr {recipe.adam_lr / 4:g} --muon-lr {recipe.muon_lr:g}"
     return f"--sampling fixed --granularity batch {rates} --cooldown 0"
 
 
@@ -202,8 +203,10 @@ def baseline(scale):
 
 
 def bridge(scale):
-    """The looped model and its flat twin at 30M tokens of the next size."""
-    return [[Arm("Transformer", preset="transformer", tokens=30e6), Arm("Parcae", tokens=30e6)]]
+    """The looped model and its flat twin with `tiny`'s shape, and all else as in `nano`."""
+    size = "--vocab-size 4096 --d-model 128 --n-head 2 --d-mlp 512"
+    models = {"Transformer": "transformer", "Parcae": "parcae"}
+    return [[Arm(row, preset=name, shape=size, tokens=30e6) for row, name in models.items()]]
 
 
 def frame(scale):
@@ -360,7 +363,7 @@ EXPERIMENTS = {
         tables=baseline, scales=TRANSFORMER, unit="perplexity", panels=LAW, split="col", budgets=(20, 40, 80)),
     "bridge": Experiment(
         title="Looped against flat at 30M tokens of the next size",
-        tables=bridge, scales=("tiny",), panels=LAW, budgets=(0,), seeds=1),
+        tables=bridge, scales=("nano",), panels=LAW, budgets=(0,), seeds=1),
     "frame": Experiment(
         title="What the looped frame costs (no source)",
         tables=frame, scales=("nano",)),

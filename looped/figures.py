@@ -19,16 +19,13 @@ def fmt(value: float | None, spec: str = ".4f") -> str:
     return format(value, spec)
 
 
-def interval(values) -> tuple[float, float]:
-    """Of the mean of two or more values: its standard error, and half the width of its 95 % Student t
-    interval.
-    """
+def half_width(values) -> float:
+    """Half the width of the 95 % Student t interval of the mean of two or more values."""
     try:
         from scipy import stats
     except ImportError:
         fail("confidence intervals need scipy; type pip install scipy")
-    error = stats.sem(values)
-    return error, error * stats.t.ppf(0.975, len(values) - 1)
+    return stats.sem(values) * stats.t.ppf(0.975, len(values) - 1)
 
 
 def plus_minus(values, spec: str = ".4f") -> str:
@@ -38,7 +35,7 @@ def plus_minus(values, spec: str = ".4f") -> str:
     mean = fmt(np.mean(values), spec)
     if len(values) == 1:
         return mean
-    return f"{mean} ± {interval(values)[1]:{spec.lstrip('+')}}"
+    return f"{mean} ± {half_width(values):{spec.lstrip('+')}}"
 
 
 def table(header: list, rows) -> list[str]:

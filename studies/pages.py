@@ -15,7 +15,7 @@ from looped.figures import (
     figure,
     fmt,
     frame_table,
-    interval,
+    half_width,
     plus_minus,
     records_table,
     table,
@@ -43,6 +43,7 @@ RUN_COLUMNS = {  # of a run's line, and how they are written
     "first_loss": ".4f",
     "lowest_loss": ".4f",
     "last_loss": ".4f",
+    "validation_loss": ".4f",
     "skipped": ".0f",
     "largest_state_norm": ".3g",
     "tok_s": ",.0f",
@@ -50,7 +51,7 @@ RUN_COLUMNS = {  # of a run's line, and how they are written
     "ρ(Ā)": ".4f",
 }
 CELLS = (
-    "mean over seeds ± half the 95 % t interval. Source: the paper's or the post's number, at its "
+    "mean over seeds ± half the 95 % t interval (standard deviation over seeds). Source: the paper's or the post's number, at its "
     "own scale and on its own data."
 )
 DIVERGED = (
@@ -87,6 +88,8 @@ def cell(lines: list[dict], depth, unit: str) -> str:
         spec = ".2f"
     if len(losses) or not said:
         said.append(plus_minus(losses, spec))
+    if len(losses) > 1:
+        said[-1] += f" ({np.std(losses, ddof=1):{spec}})"
     return "; ".join(said)
 
 
@@ -132,9 +135,8 @@ def sentence(d: Difference) -> str:
     n = len(d.values)
     note = ""
     if n > 1:
-        error, half = interval(d.values)
-        inside = ", includes 0" if abs(mean) <= half else ""
-        note = f" (95 % t interval{inside}; standard error {error:.4f})"
+        inside = ", includes 0" if abs(mean) <= half_width(d.values) else ""
+        note = f" (95 % t interval{inside}; standard deviation {np.std(d.values, ddof=1):.4f})"
     known = [arm.source.get("mu") for arm in (d.base, d.arm)]
     if all(isinstance(number, float) for number in known):
         note += f"; source {known[1]:g} against {known[0]:g}"
@@ -214,7 +216,11 @@ def run_table(lines: list[dict]) -> list[str]:
     rows = {}
     for line in lines:
         path = Path(line["run"])
-        rows[path] = line | {"run": path.name, "ρ(Ā)": line["spectra"].get("rho")}
+        rows[path] = line | {
+            "run": path.name,
+            "validation_loss": loss_at(line, "mu"),
+            "ρ(Ā)": line["spectra"].get("rho"),
+        }
     header, *body = records_table(list(rows.values()), RUN_COLUMNS)
     return ["## Runs", "", header.replace("_", " "), *body]
 

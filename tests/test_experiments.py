@@ -183,6 +183,10 @@ def test_paired_differences_and_the_sentence_by_hand():
         in said
     )
     assert "source 4.0859 against 4.1022" in said
+    spread = values.std(ddof=1)
+    assert f"standard deviation {spread:.4f})" in said
+    ours = pages.cell([line | {"unigram": None} for line in (a.runs[0], a.runs[2])], "mu", "loss")
+    assert ours == "5.1000 ± 1.2706 (0.1414)"  # 4.0 and 4.2 at depth 2 are 5.0 and 5.2 at 8
     assert figures.plus_minus(list(values)) == f"{values.mean():.4f} ± {half:.4f}"
     assert figures.plus_minus([1.5]) == "1.5000" and figures.plus_minus([]) == "–"
 

@@ -9,7 +9,7 @@ import statistics
 import pytest
 from helpers import refused
 
-from looped.figures import interval, plus_minus
+from looped.figures import half_width, plus_minus
 from looped.logs import read_log, read_run
 from tools import report
 
@@ -203,8 +203,8 @@ def test_a_repeated_step_counts_once_and_its_last_record_wins(tmp_path):
 )
 def test_half_width_of_the_interval_is_the_tabled_t_times_the_standard_error(n, t):
     d = [0.01 * math.sin(i * i) for i in range(n)]
-    error, half = interval(d)
-    assert error == pytest.approx(statistics.stdev(d) / n**0.5)
+    half = half_width(d)
+    error = statistics.stdev(d) / n**0.5
     assert half / error == pytest.approx(t, abs=6e-5)
     assert plus_minus(d) == f"{statistics.mean(d):.4f} ± {half:.4f}"
 

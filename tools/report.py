@@ -19,7 +19,16 @@ from pathlib import Path
 import numpy as np
 
 from looped.console import Parser, run_cli
-from looped.figures import Plot, depth_plot, figure, fmt, interval, plus_minus, records_table, table
+from looped.figures import (
+    Plot,
+    depth_plot,
+    figure,
+    fmt,
+    half_width,
+    plus_minus,
+    records_table,
+    table,
+)
 from looped.logs import CoreRules, LoggedRun, nearest, read_run
 from looped.run_directory import CHANGEABLE
 
@@ -101,7 +110,7 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
 def difference(gaps: list[float]) -> str:
     """The mean of differences of loss, with its interval."""
     size = f"{plus_minus(gaps, '+.4f')} nats/token, n = {len(gaps)}"
-    zero = ", which includes 0" if abs(np.mean(gaps)) <= interval(gaps)[1] else ""
+    zero = ", which includes 0" if abs(np.mean(gaps)) <= half_width(gaps) else ""
     return f"{size} (95 % t interval{zero}; paired by seed)"
 
 

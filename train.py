@@ -110,7 +110,7 @@ RECIPES = {
     "1.3b": Recipe(tokens=104e9, batch_size=256, adam_lr=6e-3, muon_lr=8e-3),
     # chosen for a few minutes on a CPU, see LOG.md
     "nano": Recipe(
-        tokens=6.9e6, batch_size=16, adam_lr=3.2e-2, muon_lr=1.4e-2, momentum_warmup=0, eval_tokens=400e3
+        tokens=6.9e6, batch_size=16, adam_lr=6.4e-2, muon_lr=2e-2, momentum_warmup=0, eval_tokens=400e3
     ),
     "tiny": Recipe(tokens=30e6, batch_size=16, adam_lr=8e-3, muon_lr=2e-2, momentum_warmup=0, eval_tokens=400e3),
     # paper, "Parcae and RDM comparison"; batch, row length and tokens are our choice

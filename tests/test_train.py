@@ -603,7 +603,7 @@ def test_an_existing_run_is_not_overwritten(base, packed, capsys):
     refused(
         capsys,
         lambda: here(packed, base, *other),
-        "--muon-lr 0.014 (now 0.001), --gain euler (now zoh)",
+        "--muon-lr 0.02 (now 0.001), --gain euler (now zoh)",
     )
     assert contents(base) == before
 

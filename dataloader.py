@@ -334,6 +334,7 @@ class PackedData:
         """
         self.folder = Path(folder)
         self.wait_s = wait_s
+        self.caught: list = []  # signals, which end a wait
         self.check = check
         self.maps = {}  # by file: (rows, seq_len + 1) uint16
         with outside(f"{self.folder}/manifest.json is damaged", "delete it and pack again"):
@@ -385,7 +386,7 @@ class PackedData:
             self._read()  # a stream may have been lengthened
         while i >= self.rows(split) and not self.manifest["complete"]:
             what = f"data: row {i:,} for {split}, from pack --stream to {self.folder}"
-            wait_until(partial(self._grown, len(self.maps)), self.wait_s, what)
+            wait_until(partial(self._grown, len(self.maps)), self.wait_s, what, self.caught)
 
     def _grown(self, shards):
         self._read()

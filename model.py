@@ -41,7 +41,6 @@ from looped.checkpoint import (
     MISFIT_ERRORS,
     newest_checkpoint,
     read_checkpoint,
-    refuse_gone,
     same_settings,
 )
 from looped.console import flag, one_line
@@ -161,9 +160,7 @@ class AddInjection(nn.Module):
         return x
 
     def statistics(self, inputs: LoopInputs, tokens: int) -> dict:
-        """What is logged of the inputs that the loops used: sums over tokens; names ending in _max
-        are maxima.
-        """
+        """What is logged of the inputs that the loops used: sums over tokens."""
         return {}
 
     def spectra(self) -> dict:
@@ -211,14 +208,14 @@ class DiagonalInjection(AddInjection):
 
     def statistics(self, inputs, tokens):
         decay = inputs.decay.detach()
-        return {"decay_max": decay.max(), "decay_mean": decay.mean() * tokens}
+        return {"decay_max": decay.amax(-1).mean() * tokens, "decay_mean": decay.mean() * tokens}
 
     @torch.no_grad()
     def spectra(self):
         decay, gain = discretise(self.A_log, self.dt_bias, self.gain_rule)
         rho = decay.max().item()
-        write = torch.diag(gain) if self.B is None else gain[:, None] * self.B
-        return {"rho": rho, "carry_norm": rho, "write_norm": spectral_norm(write)}
+        write = gain.max().item() if self.B is None else spectral_norm(gain[:, None] * self.B)
+        return {"rho": rho, "carry_norm": rho, "write_norm": write}
 
 
 class ConcatInjection(AddInjection):
@@ -708,7 +705,7 @@ class Model(nn.Module):
         # a copy: a graph compiled for a view is compiled again when what it views changes shape
         return hashed_normal(keys, T, D, std, cut, positions).to(e.dtype, copy=True)
 
-    def before(self, ids, keys, cache=None):
+    def enter_loop(self, ids, keys, cache=None):
         """ids (B, T), keys (B,) -> h_0 (B, T, D) and LoopInputs; a model without a loop: the
         prelude's output, None.
         """
@@ -876,7 +873,7 @@ class Model(nn.Module):
             ids, targets, keys = ids[at], targets[at], keys[at]
         ids = ids.contiguous()
         targets = targets.contiguous()
-        h, inputs = self.before(ids, keys)
+        h, inputs = self.enter_loop(ids, keys)
         plan = training_plan(n, k, ids.device)
         if not self.mechanism.can_wait and any(loop.live is not None for loop in plan):
             name = self.cfg.mechanism
@@ -887,9 +884,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def statistics(self, state: LoopState, inputs: LoopInputs | None) -> dict:
-        """What is logged of a micro-batch's loops: sums over its tokens; names ending in _max are
-        maxima.
-        """
+        """What is logged of a micro-batch's loops: sums over its tokens."""
         if inputs is None:
             return {}
         h = state.h
@@ -908,7 +903,7 @@ class Model(nn.Module):
         """Yields (depth, h_depth (B, T, D)) for increasing depths; deeper states continue the
         shallower ones.
         """
-        h, inputs = self.before(ids, keys)
+        h, inputs = self.enter_loop(ids, keys)
         wanted = sorted(set(depths))
         if inputs is None:
             for depth in wanted:
@@ -948,19 +943,19 @@ class Model(nn.Module):
 
     # -- compilation ------------------------------------------------------------------------------
 
-    PIECES = ("before", "core_step", "coda_loss", "token_losses")
+    PIECES = ("enter_loop", "core_step", "coda_loss", "token_losses")
 
     def compile_pieces(self, backend: str = "inductor", for_cpu: bool = False) -> None:
         """Replaces the pieces by compiled ones; for_cpu: those alone for which it pays there.
 
         core_step gets a graph for all rows of a micro-batch, one for any number of active rows and
-        one for a single row, each with and without gradient; `before` one with and one
+        one for a single row, each with and without gradient; `enter_loop` one with and one
         without, coda_loss one with, token_losses one without. Then no more compiling.
         """
         self.is_compiled = True
         pieces = self.PIECES
         if for_cpu:  # LOG.md, "Compiling on a CPU"
-            pieces = ("before", "core_step", "coda_loss")
+            pieces = ("enter_loop", "core_step", "coda_loss")
             self.initial_state = torch.compiler.disable(self.initial_state)
         for name in pieces:
             dynamic = None if name == "core_step" else False
@@ -991,10 +986,7 @@ def parameter_count(cfg: ModelConfig) -> int:
 
 
 def config_of(settings: dict) -> ModelConfig:
-    """A ModelConfig from a run's config.json or a checkpoint; what an older run lacks takes its
-    default. ValueError where it had what this code lacks.
-    """
-    refuse_gone(settings)
+    """A ModelConfig from a run's settings, among others; what an older run lacks takes its default."""
     known = {f.name for f in fields(ModelConfig)}
     own = {name: value for name, value in settings.items() if name in known}
     return ModelConfig(**own)

@@ -13,6 +13,7 @@ tokenizer and the checkpoints; `--resume` continues it.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -182,8 +183,8 @@ def parse_args(argv=None):
     add("--resume", action="store_true", help="continue the run directory if it exists")
     add("--save-every", type=positive_int, default=1000,
         help="steps between checkpoints; the newest two stay (default: %(default)s)")
-    add("--keep-every", type=non_negative_int, default=0,
-        help="steps between checkpoints that stay (default: none)")
+    add("--keep-every", type=non_negative_int,
+        help="steps between checkpoints that stay (default: as the run began, else none)")
     add("--log-every", type=positive_int, default=10,
         help="steps between lines on the screen; log.jsonl has every step (default: %(default)s)")
     add("--wandb", action="store_true", help="also log to Weights & Biases, if installed")
@@ -217,8 +218,8 @@ def parse_args(argv=None):
         help="steps between validations (default: a fifth of the run)")
     add("--eval-tokens", type=positive_float, help="validation tokens (default: the recipe's)")
     add("--eval-depths", type=counts,
-        help="depths of every validation, e.g. 1,4,8; each costs a forward pass (default: mu_rec "
-             f"in training, {FINAL_DEPTHS} at its end)")
+        help="depths of every validation beside mu_rec, e.g. 1,4,8; each costs a forward pass (default: "
+             f"none in training, {FINAL_DEPTHS} at its end)")
     add("--core-every", type=non_negative_int, default=0,
         help="steps between reduced CORE panels (default: none)")
     add("--bundle",
@@ -383,11 +384,10 @@ def training_step(
     """Forward, backward and update, in micro-batches of `rows`.
 
     Returns device scalars of the whole step, of all ranks: "loss" (nats per token), "grad_norm2"
-    (before clipping), and `Model.statistics` as means over tokens, or maxima where the name ends in
-    _max. Nothing waits for the device, but for the first step on several ranks (muon.Reducer).
+    (before clipping), and `Model.statistics` as means over tokens. Nothing waits for the device, but
+    for the first step on several ranks (muon.Reducer).
     """
     means: dict[str, torch.Tensor] = {}
-    maxima: dict[str, torch.Tensor] = {}
     parts = list(batch.parts(rows))
     for part in parts:
         ids = part.tokens[:, :-1]
@@ -397,19 +397,9 @@ def training_step(
             optimizer.reducer.before_last_backward()
         (loss / batch.step_tokens).backward()
         for name, value in dict(loss=loss.detach(), **stats).items():
-            if name.endswith("_max"):
-                maxima[name] = torch.maximum(maxima.get(name, value), value)
-            else:
-                means[name] = means.get(name, 0.0) + value / batch.step_tokens
+            means[name] = means.get(name, 0.0) + value / batch.step_tokens
     out = optimizer.step(rates, torch.stack(list(means.values())))
-    result = {"grad_norm2": out[0]}
-    result |= zip(means, out[1:], strict=True)
-    if maxima:
-        largest = torch.stack(list(maxima.values()))
-        if optimizer.world > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        result |= zip(maxima, largest, strict=True)
-    return result
+    return dict(zip(["grad_norm2", *means], out, strict=True))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -440,6 +430,11 @@ class Run:
         if self.log:
             tokens = step * self.args.batch_size * self.cfg.seq_len
             self.log.record({"kind": kind, "step": step, "tokens": tokens, **numbers})
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint, in the background; every rank calls."""
+        keep = self.args.keep_every
+        save_checkpoint(self.folder, step, self.model, self.optimizer, self.place.rank, keep)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -548,17 +543,29 @@ def finish_step(run: Run, finished: Finished) -> bool:
     return stop
 
 
-def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) -> tuple[int, bool]:
+@contextlib.contextmanager
+def last_step_saved(run: Run, step: int):
+    """Saves it where the program ends inside: no rows came, or a signal while it waited for some."""
+    try:
+        yield
+    except SystemExit:
+        run.save(step)
+        join_writer()
+        raise
+
+
+def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bool]:
     """The training loop; -> the last step, and whether a signal stopped it."""
     args, place = run.args, run.place
     pending = None
     stopped = False
     step = first
     while step < end and not stopped:
-        batch, about = next_batch(run.data, run.cfg, args, step, place)
+        with last_step_saved(run, step):
+            batch, about = next_batch(run.data, run.cfg, args, step, place)
         rates = schedule(step, run.steps, args)
         result = training_step(run.model, run.optimizer, batch, args.device_batch_size, rates)
-        result["stop"] = stop_flag(caught, place)
+        result["stop"] = stop_flag(run.data.caught, place)
         if pending:
             stopped = finish_step(run, pending)
         step += 1
@@ -567,7 +574,7 @@ def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) ->
             "kind": "train",
             "step": step,
             "tokens": step * batch.step_tokens,
-            "lr": rates.lr,
+            "lr_multiple": rates.lr,
             **about,
         }
         pending = fetch(entry, result, place)
@@ -577,13 +584,13 @@ def train_steps(run: Run, first: int, end: int, caught: list, progress: dict) ->
             gc.freeze()
             gc.disable()
         save = step % args.save_every == 0 or step == end
-        save = save or (args.keep_every > 0 and step % args.keep_every == 0)
+        save = save or (args.keep_every and step % args.keep_every == 0)
         due = step % args.eval_every == 0 or (run.panel and step % args.core_every == 0)
         if save or due or stopped or not place.is_gpu:
             stopped = finish_step(run, pending) or stopped
             pending = None
         if save or stopped:  # before evaluation, which might fail
-            save_checkpoint(run.folder, step, run.model, run.optimizer, place.rank, args.keep_every)
+            run.save(step)
         # at --stop-at it is left to the continued run
         if due and not stopped and (step < end or step == run.steps):
             measure(run, step)
@@ -659,19 +666,26 @@ def build(
 
 def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> tuple:
     """Rank 0 makes or checks the run directory -> on all ranks: config.json, the checkpoint to
-    continue from (or None), and whether nothing is left to do.
+    continue from (or None), and whether nothing is left to do. Sets what is as the run began.
     """
-    told = [None, None, False]
-    if place.rank == 0:
-        folder = Path(args.out)
-        config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
-        defaults = dataclasses.asdict(ModelConfig())  # as `config_of` takes them
-        if not folder.exists():
-            check_sources(args, cfg, data)
-        newest = prepare_run(folder, config, defaults, args.resume)
-        told = [config, newest, is_finished(folder, eval_depths(args, cfg, final=True))]
-    if place.world > 1:
-        dist.broadcast_object_list(told)
+    told = [None] * 3
+    try:
+        if place.rank == 0:
+            folder = Path(args.out)
+            config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
+            defaults = dataclasses.asdict(ModelConfig())  # as `config_of` takes them
+            if not folder.exists():
+                check_sources(args, cfg, data)
+            newest = prepare_run(folder, config, defaults, args.resume)
+            told = [config, newest, is_finished(folder, eval_depths(args, cfg, final=True))]
+    finally:  # also where it refuses
+        if place.world > 1:
+            dist.broadcast_object_list(told)
+    config = told[0]
+    if config is None:  # rank 0 has said why
+        sys.exit(2)
+    args.dtype = config["dtype"]
+    args.keep_every = config["args"]["keep_every"]
     return tuple(told)
 
 
@@ -688,7 +702,6 @@ def train(args, progress: dict) -> None:
     folder = Path(args.out)
     dtype_reason = choose_dtype(args, place)
     config, newest, finished = agree_on_run(args, cfg, data, steps, place)
-    args.dtype = config["dtype"]
 
     # 2. model and optimiser
     compiled, compile_reason = choose_compile(args.compile, steps, place)
@@ -715,7 +728,7 @@ def train(args, progress: dict) -> None:
         run.log = RunLog(folder, config, args, place.device)
     announce(run, first, choices)
     progress["step"] = first
-    caught = catch_signals()
+    data.caught = catch_signals()
 
     # 4. training
     if first:  # what was due then may have been cut off
@@ -723,7 +736,7 @@ def train(args, progress: dict) -> None:
         if run.log:
             run.log.pause()
     end = min(steps, args.stop_at or steps)
-    step, stopped = train_steps(run, first, end, caught, progress)
+    step, stopped = train_steps(run, first, end, progress)
 
     # 5. the end
     join_writer()
@@ -732,8 +745,8 @@ def train(args, progress: dict) -> None:
     else:
         evaluate(run, steps, final=True)
     leave(place)
-    if caught:
-        sys.exit(128 + caught[0])
+    if data.caught:
+        sys.exit(128 + data.caught[0])
 
 
 def main(argv=None):

@@ -74,7 +74,7 @@ def validation_cost(run) -> str:
     training = run.config["flops_per_token"] * args.tokens
     share = times * tokens * flops / training
     names = ",".join(str(depth) for depth in depths)
-    return f"validation: {times} times at depth {names}, {share:.1%} of training's FLOPs"
+    return f"validation: {times} times at depth {names}, at most {share:.1%} of training's FLOPs"
 
 
 def flops_at(cfg, depth: int) -> float:

@@ -3,7 +3,7 @@ Keys and values of past tokens, so that a text can be read piece by piece.
 
     cache = KVCache(model.cfg, room=T_max)
     cache.begin_piece(positions, *model.rotary(positions))  # (B, T): the tokens that come next
-    h, inputs = model.before(ids, keys, cache)
+    h, inputs = model.enter_loop(ids, keys, cache)
     for state in model.unroll(h, inputs, plan, cache):
         h = state.h
     x = model.coda(h, ids, cache)                     # as for the whole text at one depth, but for rounding

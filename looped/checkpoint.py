@@ -7,12 +7,12 @@ part of it belongs to a rank. It is written by a thread while training goes on.
 
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from looped.console import DAMAGE, fail, outside
+from looped.console import DAMAGE, fail, flag, outside
 from looped.files import file_hash, write_atomic
 from looped.settings import unheeded
 
@@ -58,7 +58,9 @@ def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
             raise OSError(*e.__context__.args, str(path)) from None
         raise
     write_atomic(checksum_file(path), file_hash(path).encode())
-    for old in checkpoints(path.parent)[:-KEPT_CHECKPOINTS]:
+    # newer ones are damaged, and were passed over when the run continued
+    older = [old for old in checkpoints(path.parent) if step_of(old) < step_of(path)]
+    for old in older[: 1 - KEPT_CHECKPOINTS]:
         if keep_every and step_of(old) % keep_every == 0:
             continue
         old.unlink()
@@ -106,39 +108,24 @@ def read_checkpoint(path: Path) -> dict:
         raise ValueError(what) from None
 
 
-# The network's settings of earlier code that are no more: the values that changed nothing.
-GONE = {"key_offset": False, "attention_scale": 1.0}
-
-
-def gone(settings: dict) -> list[str]:
-    """Of an older run's settings those that made another network, which this code lacks."""
-    lacking = []
-    for name, inert in GONE.items():
-        if settings.get(name, inert) != inert:
-            lacking.append(f"{name} {settings[name]} (no longer known)")
-    return lacking
-
-
-def refuse_gone(settings: dict) -> None:
-    """ValueError where an older run's settings made another network."""
-    lacking = gone(settings)
-    if lacking:
-        raise ValueError(", ".join(lacking))
+def network_differences(old: dict, new: dict, defaults: dict) -> list[str]:
+    """In words, the settings of the network in which an older run differs from `new`, those included
+    that this code lacks; what it lacks itself had the default. A model without a loop heeds none of
+    the loop's.
+    """
+    found = [f"{flag(name)} {old[name]} (not known here)" for name in old if name not in new]
+    for name, value in new.items():
+        was = old.get(name, defaults[name])
+        if was != value and name not in unheeded(new["n_core"]):
+            found.append(f"{flag(name)} {was} (now {value})")
+    return found
 
 
 def same_settings(state: dict, cfg) -> None:
-    """ValueError where the settings a checkpoint was made with are not these; what an older one
-    lacks had its default. A model without a loop heeds none of the loop's.
-    """
-    old = state.get("config")
-    if old is None:
+    """ValueError where the settings a checkpoint was made with are not these."""
+    if "config" not in state:
         return
-    differing = gone(old)
-    for known in fields(cfg):
-        was = old.get(known.name, known.default)
-        now = getattr(cfg, known.name)
-        if was != now and known.name not in unheeded(cfg.n_core):
-            differing.append(f"{known.name} {was} (here {now})")
+    differing = network_differences(state["config"], asdict(cfg), asdict(type(cfg)()))
     if differing:
         raise ValueError(", ".join(differing))
 

@@ -106,11 +106,15 @@ non_negative_float = number(float, 0.0, LARGEST, "a number of at least 0")
 fraction = number(float, 0.0, 1.0, "a number from 0 to 1")
 
 
-def wait_until(ready, patience, what):
-    """Polls ready(), saying so now and then; ends the program after `patience` seconds."""
+def wait_until(ready, patience, what, caught=()):
+    """Polls ready(), saying so now and then; ends the program after `patience` seconds, or when a
+    signal is in `caught`.
+    """
     pause = min(1.0, patience / 4)
     polls = 0
     while not ready():
+        if caught:
+            fail(f"ended by a signal, while it waited for {what}")
         if polls * pause > patience:
             fail(f"waited {patience:g} s for {what}; is that still running?")
         if polls % 30 == 2:

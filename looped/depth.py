@@ -184,7 +184,7 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     """
     late = k.max() - k  # loops with gradient that pass before a row joins
     # whether the rows of every loop are the first so many
-    nested = n.ndim == 1 and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
+    nested = n.ndim == 1 and k.any() and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
     if not nested:
         late = np.zeros_like(k)
     without = int(n.max())  # loops without gradient

@@ -38,6 +38,15 @@ def plus_minus(values, spec: str = ".4f") -> str:
     return f"{mean} ± {half_width(values):{spec.lstrip('+')}}"
 
 
+def interval_note(values) -> str:
+    """What is said beside plus_minus of differences."""
+    n = f"n = {len(values)}"
+    if len(values) == 1:
+        return n
+    inside = ", includes 0" if abs(np.mean(values)) <= half_width(values) else ""
+    return f"{n} (95 % t interval{inside}; standard deviation {np.std(values, ddof=1):.4f})"
+
+
 def table(header: list, rows) -> list[str]:
     """A markdown table as lines: the first column aligned left, the others right."""
     rule = ["---"] + ["---:"] * (len(header) - 1)

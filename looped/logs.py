@@ -120,7 +120,7 @@ def read_run(path: Path) -> LoggedRun:
 
 
 def read_scores(path: Path) -> dict[CoreRules, dict[int, dict]]:
-    """The run's files core_*_*.json, without depths whose evaluation was cut short."""
+    """The run's files core_*_*.json."""
     core = {}
     for file in sorted(path.glob("core_*_*.json")):
         with outside(f"{file} is damaged", ADVICE):

@@ -189,15 +189,15 @@ class HyperConnected(PlainLoop):
         return h.unsqueeze(2).repeat(1, 1, self.streams, 1), []  # (B, T, S, D)
 
     def step(self, s, history, index, propose):
-        """s (a, T, S, D), index (a,) -> the streams after the loop. Gates and sums are float32,
+        """s (R, T, S, D), index (R,) -> the streams after the loop. Gates and sums are float32,
         streams s's dtype.
         """
-        flat = s.flatten(2)  # (a, T, S D)
+        flat = s.flatten(2)  # (R, T, S D)
         matrix = (self.gate * self.norm).to(s.dtype)
         z = F.linear(flat, matrix) * inverse_rms(flat)  # W RMSNorm(flat), float32
-        gates = (z + self.bias).sigmoid().unsqueeze(-1)  # (a, T, 3 S, 1)
+        gates = (z + self.bias).sigmoid().unsqueeze(-1)  # (R, T, 3 S, 1)
         a, b, r = gates.chunk(3, 2)
-        c = (a * s).sum(2).to(s.dtype)  # (a, T, D)
+        c = (a * s).sum(2).to(s.dtype)  # (R, T, D)
         u = propose(c) - c + at_index(self.phase, index)
         written = 2 * b * u.unsqueeze(2)
         return (r * s + written).to(s.dtype)

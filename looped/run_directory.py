@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from looped.checkpoint import gone, newest_checkpoint
+from looped.checkpoint import network_differences, newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
 from looped.files import LOCK, file_hash, take_lock, write_atomic
 from looped.machine import note_other_code, peak_flops, peak_memory
-from looped.settings import unheeded
 
 # Settings that may change when a run is continued; all others decide its numbers.
 CHANGEABLE = {
@@ -37,16 +36,12 @@ def differences(old: dict, new: dict, defaults: dict) -> list[str]:
     """The settings in which a continued run would differ from its beginning.
 
     old, new: contents of config.json; defaults: of the network's settings, for those that an older
-    run lacks. A model without a loop heeds none of the loop's.
+    run lacks.
     """
-    names = gone(old["model"])
+    names = network_differences(old["model"], new["model"], defaults)
     for name, value in new["args"].items():
         if name not in CHANGEABLE and old["args"].get(name, value) != value:
             names.append(f"{flag(name)} {old['args'][name]} (now {value})")
-    for name, value in new["model"].items():
-        was = old["model"].get(name, defaults[name])
-        if was != value and name not in unheeded(new["model"]["n_core"]):
-            names.append(f"{flag(name)} {was} (now {value})")
     for name in ("tokenizer", "data"):
         if old[name]["sha256"] != new[name]["sha256"]:
             names.append(name)
@@ -70,6 +65,8 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
         names = ", ".join(differing)
         advice = "repeat them, or name another with --out"
         fail(f"{run} was begun with other settings: {names}; {advice}")
+    if config["args"]["keep_every"] is None:
+        config["args"]["keep_every"] = begun["args"].get("keep_every") or 0
     newest = newest_checkpoint(run)
     if newest:
         note_other_code(run, begun)
@@ -138,7 +135,7 @@ def is_finished(run: Path, depths: list[int]) -> bool:
 # What the screen shows of a step, {name in its record: how}
 COLUMNS = {
     "loss": "loss {:7.4f}",
-    "lr": "lr {:.3f}",
+    "lr_multiple": "lr × {:.3f}",
     "grad_norm": "grad {:7.3f}",
     "decay_max": "decay {:.4f}",
     "depth_mean": "depth {:5.2f}",
@@ -180,7 +177,8 @@ class RunLog:
         self.file.write(json.dumps(entry) + "\n")
         self.file.flush()
         if self.wandb:
-            self.wandb.log(entry, step=entry["step"])
+            named = {f"{entry['kind']}/{name}": value for name, value in entry.items()}
+            self.wandb.log(named, step=entry["step"])
 
     def pause(self) -> None:
         """What happened since the last step is not part of the next one's time."""

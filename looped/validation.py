@@ -46,8 +46,8 @@ def validate(model, held_out: HeldOut, depths: list, batch: int, rank: int = 0, 
         keys = sequence_keys(SEED_EVAL, each=ids, device=device)
         losses = model.losses(x, y, depths, keys)
         sizes = held_out.sizes[y[:n]].to(sums_at)
-        for of_depth, loss in zip(sums, losses.values()):
-            nats = loss[:n].to(sums_at).double()
+        for of_depth, depth in zip(sums, depths):
+            nats = losses[depth][:n].to(sums_at).double()
             of_depth[0] += nats.sum()
             of_depth[1] += (nats * (sizes > 0)).sum()
             of_depth[2] += sizes.sum()

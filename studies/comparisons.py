@@ -363,7 +363,7 @@ EXPERIMENTS = {
         tables=baseline, scales=TRANSFORMER, unit="perplexity", panels=LAW, split="col", budgets=(20, 40, 80)),
     "bridge": Experiment(
         title="Looped against flat at 30M tokens of the next size",
-        tables=bridge, scales=("nano",), panels=LAW, budgets=(0,), seeds=1),
+        tables=bridge, scales=("nano",), unit="perplexity", panels=LAW, budgets=(0,), seeds=1),
     "frame": Experiment(
         title="What the looped frame costs (no source)",
         tables=frame, scales=("nano",)),

@@ -26,6 +26,7 @@ from looped.figures import frame_table, plus_minus, table
 from looped.files import write_atomic
 from model import PRESETS
 from studies.spectra import DEVICE, validation_rows
+from train import recipe_of
 
 BATCH = 16  # rows at once; attention is looked at in the first of these batches
 ATTENTION = (
@@ -91,7 +92,7 @@ def attention_shares(model, ids, keys) -> dict[int, dict]:
     what followed earlier occurrences of the query's token where there are any.
     """
     observer = Observer(model, ids)
-    h, inputs = model.before(ids, keys, observer)
+    h, inputs = model.enter_loop(ids, keys, observer)
     if inputs is not None:
         for state in model.unroll(
             h, inputs, even_plan(len(ids), model.cfg.mu_rec, ids.device), observer
@@ -101,13 +102,16 @@ def attention_shares(model, ids, keys) -> dict[int, dict]:
     return observer.shares
 
 
-def arm_of(cfg, preset: str) -> str:
-    """The preset, and the fields of the network that are not as it has them."""
-    own = asdict(cfg)
+def arm_of(cfg, told: dict) -> str:
+    """The preset, and the fields of the network and the recipe that are not as it has them, lengths
+    apart.
+    """
+    preset = told["preset"]
+    own = told | asdict(cfg)
     words = [preset]
-    for name, value in asdict(PRESETS[preset]).items():
-        if own[name] != value:
-            words.append(f"{name} {own[name]}")
+    for name, value in (asdict(PRESETS[preset]) | asdict(recipe_of(preset))).items():
+        if own.get(name) != value and not name.endswith("tokens"):
+            words.append(f"{name} {own.get(name)}")
     return ", ".join(words)
 
 
@@ -127,7 +131,7 @@ def measure(path: Path, args) -> dict:
         attention[f"attention on {name}"] = " ".join(f"{shares[i][name]:.2f}" for i in shares)
     return {
         "run": path.name,
-        "arm": arm_of(model.cfg, told["preset"]),
+        "arm": arm_of(model.cfg, told),
         "tokens a parameter": f"{trained / config['params']:.3g}",
         "rows of": folder.parent.name,
         "seed": told["seed"],

@@ -12,7 +12,7 @@ and writes a page.
 
 Runs lie in runs/studies/; a begun one continues, one in results/runs.jsonl (same flags, seed
 and data) is not repeated; one that another process is training counts as failed. Written:
-results/NAME-SCALE.md and its figures, over what is there. A run that diverges is a result.
+results/NAME-SCALE.md (of the default rows NAME-SCALE-stdlib.md) and its figures, over what is there. A run that diverges is a result.
 """
 
 import argparse
@@ -44,6 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = Path("runs/studies")
 OWN = {  # flags of train.py that are set here
     "--seed": "give --seeds before it",
+    "--data": "give --data before it",
+    "--eval-depths": "the comparison has its own",
     "--out": f"runs lie in {RUNS}",
     "--stop-at": "leave it out",
 }
@@ -130,7 +132,7 @@ def jobs_of(args, tables) -> list[Job]:
         flags = arm_flags(arm, args)
         settings, flops = ledger.wanted_settings(flags, args.ranks)
         told = json.dumps([settings, str(args.data)], sort_keys=True)
-        name = f"{flags[1]}-{zlib.crc32(told.encode()):08x}"
+        name = f"{train.parse_args(flags).preset}-{zlib.crc32(told.encode()):08x}"
         at = depths if settings["n_core"] else [0]
         for seed in args.seeds:
             path = RUNS / f"{name}-s{seed}"
@@ -143,19 +145,29 @@ def jobs_of(args, tables) -> list[Job]:
 # -- running
 
 
+def launcher(ranks: int) -> list[str]:
+    """What starts a script on so many ranks."""
+    if ranks == 1:
+        return [sys.executable]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+    ]
+
+
 def launch(job: Job, ranks: int, threads: int) -> str:
     """Runs one train.py, its output going to a .txt beside the run, and adds the finished run to
     the ledger; -> what went wrong, or "". A run that diverges is no error.
     """
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     text = job.path.with_name(f"{job.path.name}.txt")
     text.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     code = 0
     if not job.finished():
-        command += [ROOT / "train.py", *job.flags]
+        command = [*launcher(ranks), ROOT / "train.py", *job.flags]
         with open(text, "a", encoding="utf-8") as file:
             code = subprocess.run(command, stdout=file, stderr=file, env=environment).returncode
     line = job.finished()
@@ -179,13 +191,14 @@ def evaluate_core(jobs: list[Job], args) -> None:
     """core_eval.py on finished runs that are here; adds their lines again, with scores."""
     depths = EXPERIMENTS[args.name].core_depths
     for job in jobs:
-        if not job.line or job.line["diverged_at"] or not checkpoints(job.path):
+        line = job.finished()
+        if not line or line["diverged_at"] or not checkpoints(job.path):
             continue
         flags = shlex.split(args.core)
         if not job.settings["n_core"] and "--depth" in flags:  # which core_eval.py would refuse
             at = flags.index("--depth")
             del flags[at : at + 2]
-        command = [sys.executable, ROOT / "core_eval.py", str(job.path), *flags]
+        command = [*launcher(args.ranks), ROOT / "core_eval.py", str(job.path), *flags]
         if depths and job.settings["n_core"]:
             command += ["--depth", depths]
         if subprocess.run(command).returncode:
@@ -218,9 +231,9 @@ def known_rows(jobs, lines, beginning: str) -> str | None:
     for line in lines:
         if any(ledger.same_run(line, job.settings) for job in jobs):
             used.add(line["data"])
-    named = [rows for rows in used if beginning and rows.startswith(beginning)] or sorted(used)
-    if len(named) > 1:
-        short = " and ".join(rows[:10] for rows in named)
+    named = sorted(rows for rows in used if rows.startswith(beginning))
+    if used and len(named) != 1:
+        short = " and ".join(sorted(rows[:10] for rows in used))
         fail(f"{ledger.LEDGER} has such runs on rows {short}; give one of these as --data")
     return named[0] if named else None
 
@@ -312,7 +325,9 @@ def check(args) -> None:
         if name in OWN:
             fail(f"{name} after -- would be overruled or leave trainings undone; {OWN[name]}")
     args.seeds = args.seeds or range(experiment.seeds if small else 1)
-    rows = "" if args.data else "-stdlib"
+    rows = "-stdlib" if small and not args.data else ""
+    if args.page and args.data and not (args.data.is_dir() or args.out):
+        fail(f"--page of rows {args.data}, which are no folder here, needs --out results/NAME")
     args.out = args.out or Path(f"results/{args.name}-{args.scale}{rows}")
 
 

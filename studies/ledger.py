@@ -19,9 +19,8 @@ import numpy as np
 import pandas as pd
 
 import train
-from looped.checkpoint import gone
 from looped.console import outside
-from looped.logs import LoggedRun, read_run
+from looped.logs import LoggedRun, read_log, read_run
 from looped.run_directory import CHANGEABLE
 from looped.settings import unheeded
 from model import ModelConfig
@@ -60,7 +59,7 @@ def same_run(line: dict, settings: dict) -> bool:
     """Whether a line was made with these settings; what it lacks had the default of today. A
     Transformer heeds no flag of the loop.
     """
-    if gone(line["settings"]):
+    if line["settings"].keys() - defaults().keys() - {"steps"}:  # made by other code
         return False
     known = defaults() | line["settings"]
     for name, value in settings.items():
@@ -120,12 +119,14 @@ def training_curve(steps: pd.DataFrame) -> dict[str, list]:
 
 
 def scores(run: LoggedRun) -> list[dict]:
-    """Averages of the run's core_*.json files, one entry a panel, depth and set of tasks."""
+    """Averages of the run's core_*.json files over all their tasks, one entry a panel, depth and
+    set of tasks.
+    """
     found = []
     for rules, depths in run.core.items():
         for depth, record in depths.items():
             for average in (record["aggregate"], record.get("core")):
-                if average:
+                if average and average["tasks_done"] == average["tasks_total"]:
                     score = {name: average.get(name) for name in ("name", "mean", "std")}
                     found.append(rules._asdict() | {"depth": depth} | score)
     return found
@@ -140,7 +141,7 @@ def evaluation(entry: dict) -> dict:
 def record(path: Path) -> dict | None:
     """The line of a finished or diverged run directory; None if the run is still to be done."""
     log = path / "log.jsonl"
-    if not log.is_file() or not log.stat().st_size:
+    if not log.is_file() or not read_log(log)[0]:
         return None
     run = read_run(path)
     steps = steps_of(run.train)

@@ -15,7 +15,7 @@ from looped.figures import (
     figure,
     fmt,
     frame_table,
-    half_width,
+    interval_note,
     plus_minus,
     records_table,
     table,
@@ -25,6 +25,7 @@ from studies.comparisons import EXPERIMENTS, Arm, flat
 from studies.ledger import read_ledger
 from studies.scaling_laws import rows_of, write_fit
 
+USUAL = {"protocol": "parcae", "baselines": "v1", "max_per_task": None}  # of a score
 OTHER = {"row": "col", "col": "row"}
 OVER_TRAINING = {  # panels over training: the column of the run's history
     "training loss": "loss",
@@ -129,20 +130,18 @@ def differences(arms: list[Arm], experiment, depth) -> list[Difference]:
     return found
 
 
-def sentence(d: Difference) -> str:
-    """As: "zoh is lower than euler by 0.0120 ± 0.0040 nats/token, n = 5 (…)"."""
+def sentence(d: Difference, unit: str) -> str:
+    """unit: of the source's numbers. As: "zoh is lower than euler by 0.0120 ± 0.0040 nats/token, n = 5 (…)"."""
     mean = d.values.mean()
-    n = len(d.values)
-    note = ""
-    if n > 1:
-        inside = ", includes 0" if abs(mean) <= half_width(d.values) else ""
-        note = f" (95 % t interval{inside}; standard deviation {np.std(d.values, ddof=1):.4f})"
+    note = interval_note(d.values)
     known = [arm.source.get("mu") for arm in (d.base, d.arm)]
     if all(isinstance(number, float) for number in known):
-        note += f"; source {known[1]:g} against {known[0]:g}"
+        if unit == "perplexity":
+            known = np.log(known)
+        note += f"; source {known[1]:.4f} against {known[0]:.4f}"
     side = "lower" if mean < 0 else "higher"
     pair = f"{d.arm.name()} is {side} than {d.base.name()}"
-    return f"- {pair} by {plus_minus(np.sign(mean) * d.values)} nats/token, n = {n}{note}."
+    return f"- {pair} by {plus_minus(np.sign(mean) * d.values)} nats/token, {note}."
 
 
 def difference_table(tables: list[list[Arm]], experiment) -> list[str]:
@@ -194,21 +193,28 @@ def source_table(arms: list[Arm], unit: str) -> list[str]:
 
 def score_table(arms: list[Arm]) -> list[str]:
     """CORE, CORE Extended and LAMBADA of the runs that have them, beside the source's."""
-    scores = []
+    scores = {}
     source = {}
     for arm in arms:
         source[arm.name()] = "; ".join(f"{name} {value}" for name, value in arm.core.items())
         for line in lines_of([arm]):
             for score in line["core"]:
                 at = "mu_rec" if score["depth"] == line["mu_rec"] else score["depth"]
-                name = f"{score['name'] or score['panel']}, depth {at}"
-                scores.append([arm.name(), name, score["mean"]])
+                name = f"{score['name'] or score['panel']}, depth {at}{other_rules(score)}"
+                scores[arm.name(), name, line["seed"]] = score["mean"]
     if not scores:
         return []
-    frame = pd.DataFrame(scores, columns=["arm", "score", "mean"])
+    frame = pd.Series(scores).rename_axis(["arm", "score", "seed"]).reset_index(name="mean")
     rows = frame.pivot_table("mean", "arm", "score", aggfunc=plus_minus, sort=False)
     rows["source"] = pd.Series(source)
     return ["## Downstream", "", *frame_table(rows)]
+
+
+def other_rules(score: dict) -> str:
+    """By which rules a score was measured, if not by core_eval.py's own."""
+    told = {name: score.get(name) for name in USUAL}
+    words = [f"{name} {rule}" for name, rule in told.items() if rule not in (None, USUAL[name])]
+    return "".join(f", {text}" for text in words)
 
 
 def run_table(lines: list[dict]) -> list[str]:
@@ -324,7 +330,7 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     text = introduction(args, experiment, lines)
     for part in tables:
         text += source_table(part, experiment.unit)
-        said = [sentence(d) for d in differences(part, experiment, "mu")]
+        said = [sentence(d, experiment.unit) for d in differences(part, experiment, "mu")]
         if said:
             text += [*said, ""]
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ import torch
 from core_eval import open_run
 from dataloader import PackedData
 from looped.checkpoint import checkpoints, read_checkpoint, step_of
-from looped.console import Parser, fail, positive_int, run_cli
+from looped.console import Parser, fail, outside, positive_int, run_cli
 from looped.figures import Plot, figure, fmt, frame_table
 from looped.files import write_atomic
 from looped.randomness import SEED_EVAL, sequence_keys
@@ -87,7 +87,7 @@ def stage_norms(model, ids, keys) -> dict:
     if model.cfg.prelude_norm:
         prelude.append(model.norm_e)
     stages = ["embedding", *names[:first], "e"]
-    (h, inputs), before = norms_through(stages, prelude, lambda: model.before(ids, keys))
+    (h, inputs), before = norms_through(stages, prelude, lambda: model.enter_loop(ids, keys))
     t = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
     core = model.blocks[first:last]
     stages = ["injection", *names[first:]]
@@ -156,21 +156,21 @@ def measure_run(path: Path, args) -> list[dict]:
         fail(f"{path} has no loop to look into; leave it out")
     rows, _, keys = validation_rows(path, model, config, args)
     ids = rows[:, :-1]
-    files = checkpoints(path)
-    if not args.checkpoints:
-        files = files[-1:]
+    files = checkpoints(path) if args.checkpoints else [path / config["checkpoint"]]
     batch = config["args"].get("batch_size", 0)  # imported weights have none
     tokens = batch * model.cfg.seq_len  # a step
     found = []
     for file in files:
-        model.load_state_dict(read_checkpoint(file)["model"])
+        if args.checkpoints:
+            with outside(f"{file} is damaged", "delete it, or leave --checkpoints out"):
+                model.load_state_dict(read_checkpoint(file)["model"])
         step = step_of(file)
         name = f"step {step}"
         about = {
             "name": name if args.checkpoints else f"{path.name}, {name}",
             "step": step,
             "tokens": ids.numel(),
-            "command": config["command"],
+            "command": config.get("command", "imported weights"),
             "tokens_per_param": step * tokens / config["params"],
         }
         found.append(about | measure(model, ids, keys, args.loops))

@@ -20,9 +20,10 @@ import pandas as pd
 import torch
 
 from core_eval import open_run
+from looped.checkpoint import checkpoints
 from looped.console import Parser, fail, outside, run_cli
 from looped.figures import fmt, frame_table
-from looped.files import write_atomic
+from looped.files import file_hash, write_atomic
 from looped.logs import read_json, read_run
 from looped.randomness import SEED_EVAL, sequence_keys
 from looped.tokenizer import BOS, encode
@@ -81,7 +82,11 @@ def harness(path: Path, tasks: str) -> dict:
 def measured(path: Path, args) -> dict:
     """What was asked for and what was measured before, kept in the run's zero_shot.json."""
     file = path / "zero_shot.json"
-    found = read_json(file) if file.is_file() else {"wikitext": {}, "tasks": {}}
+    newest = checkpoints(path)[-1:]
+    of = [f"{checkpoint.name} {file_hash(checkpoint)}" for checkpoint in newest]
+    found = read_json(file) if file.is_file() else {}
+    if found.get("of") != of:  # of other weights
+        found = {"of": of, "wikitext": {}, "tasks": {}}
     if args.wikitext:
         with outside(f"{args.wikitext} is no text in UTF-8", "give another file"):
             text = args.wikitext.read_text(encoding="utf-8")

@@ -128,7 +128,7 @@ def core_step_of(keeps_less: bool, **changes) -> tuple:
         p.data += 0.02 * torch.randn(p.shape, generator=generator)
     ids = torch.randint(0, 64, (2, cfg.seq_len), generator=generator)
     with torch.no_grad():
-        h, inputs = model.before(ids, torch.arange(2))
+        h, inputs = model.enter_loop(ids, torch.arange(2))
     model.compile_pieces(backend="aot_eager_decomp_partition")  # torch's partitioner, no kernels
     h.requires_grad_()
     kept = {}

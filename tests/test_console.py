@@ -59,3 +59,4 @@ def test_waiting_has_an_end(capsys):
 
     console.wait_until(third_time, 0.1, "it")
     refused(capsys, lambda: console.wait_until(lambda: False, 0.05, "it"), "waited 0.05 s for it")
+    refused(capsys, lambda: console.wait_until(lambda: False, 9, "it", [15]), "ended by a signal")

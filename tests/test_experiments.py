@@ -1,6 +1,7 @@
 """The comparisons as data and as a program, the ledger, and the depth laws' formulas."""
 
 import argparse
+import itertools
 import json
 import math
 import shutil
@@ -22,6 +23,7 @@ from studies.comparisons import EXPERIMENTS, Arm, flat, tables_of
 SIZES = [
     "--vocab-size=300", "--seq-len=32", "--d-model=32", "--d-mlp=64", "--batch-size=12", "--dtype=float32",
     "--eval-tokens=1000", "--tokens=4608", "--eval-every=5", "--save-every=4",
+    "--adam-lr=3.2e-2", "--muon-lr=1.4e-2",
 ]  # fmt: skip
 
 
@@ -164,7 +166,7 @@ def test_paired_differences_and_the_sentence_by_hand():
     (found,) = pages.differences([a, b, Arm("x")], EXPERIMENTS["gains"], "mu")
     half = 2.7764451 * values.std(ddof=1) / math.sqrt(5)
     assert (found.arm, found.base) == (b, a) and np.allclose(found.values, values)
-    said = pages.sentence(found)
+    said = pages.sentence(found, "loss")
     # an arm without a run is no base
     (found,) = pages.differences([Arm("r", "none"), a, b], EXPERIMENTS["gains"], "mu")
     assert (found.arm, found.base) == (b, a)
@@ -194,8 +196,9 @@ def test_paired_differences_and_the_sentence_by_hand():
 def test_scores_stand_under_their_depth_and_a_flat_models_under_mu_rec():
     def run(depths, mu_rec):
         scores = [{"name": None, "panel": "core", "depth": d, "mean": m} for d, m in depths.items()]
-        return {"core": scores, "mu_rec": mu_rec}
+        return {"core": scores, "mu_rec": mu_rec, "seed": next(seeds)}
 
+    seeds = itertools.count()
     looped = Arm("looped", core={"CORE": "14.0"})
     looped.runs = {0: run({8: 0.1, 1: 0.05}, 8), 1: run({8: 0.3}, 8)}
     flat_twin = Arm("flat", runs={0: run({0: 0.2}, 0)})

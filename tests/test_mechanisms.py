@@ -83,7 +83,7 @@ def test_at_initialisation_attnres_is_the_mean_of_its_history(injection):
     """q = 0 weighs h_0 and all changes alike."""
     model = make(0.0, injection=injection, init="scaled", mechanism="attnres")
     ids, _, keys = token_batch(SMALL)
-    h, inputs = model.before(ids, keys)
+    h, inputs = model.enter_loop(ids, keys)
     history = [h]
     for _, got in model.states(ids, [1, 2, 3, 4], keys):
         history.append(model.core_step(h, inputs, None) - h)
@@ -102,7 +102,7 @@ def test_at_initialisation_hyper_is_the_plain_loop_but_for_its_carry(injection, 
     model = make(0.0, injection=injection, init="scaled", mechanism="hyper", streams=streams)
     ids, _, keys = token_batch(SMALL)
     r = 1 / (1 + math.exp(-4))
-    h, inputs = model.before(ids, keys)
+    h, inputs = model.enter_loop(ids, keys)
     for _, got in model.states(ids, list(range(9)), keys):
         assert (got - h).norm() < 1e-6 * h.norm()  # the initial biases are float32
         c = h * r if streams == 1 else h

@@ -475,7 +475,7 @@ def test_the_loops_shared_copies_change_no_bit_and_are_gone_afterwards(monkeypat
         return gradients(model, model.loss(ids, targets, keys, n, k)[0])
 
     shared = gradients_now()
-    for _ in model.unroll(*model.before(ids, keys), even_plan(4, 3, ids.device)):
+    for _ in model.unroll(*model.enter_loop(ids, keys), even_plan(4, 3, ids.device)):
         break
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert all(linear.copy is None for linear in linears)
@@ -517,7 +517,7 @@ def test_bfloat16_loses_no_gradient_and_keeps_the_decay(residual):
     ids, targets, keys = token_batch(SMALL)
     exact = gradients(model, model.loss(ids, targets, keys, *MIXED)[0])
     model.dtype, model.residual_dtype = torch.bfloat16, residual
-    h, inputs = model.before(ids, keys)
+    h, inputs = model.enter_loop(ids, keys)
     assert h.dtype == inputs.write.dtype == (residual or torch.bfloat16)
     assert inputs.decay.dtype == torch.float32 and model.hidden(ids, 2, keys).dtype == model.dtype
     rounded = gradients(model, model.loss(ids, targets, keys, *MIXED)[0])
@@ -576,9 +576,4 @@ def test_unknown_gain_is_refused_also_where_no_configuration_checks_it():
 
 
 def test_settings_that_an_older_run_lacks_take_their_defaults():
-    assert config_of({"mu_rec": 3, "long_gone": 1, "attention_scale": 1.0}) == ModelConfig(mu_rec=3)
-
-
-def test_settings_that_this_code_lacks_are_refused():
-    with pytest.raises(ValueError, match="key_offset True"):
-        config_of({"mu_rec": 3, "key_offset": True})
+    assert config_of({"mu_rec": 3}) == ModelConfig(mu_rec=3)

@@ -96,7 +96,7 @@ def slow(model, row, key, depth):
         cache.positions = torch.tensor([[i]])
         cache.cos, cache.sin = model.rotary(cache.positions)
         cache.loop = 0
-        h, inputs = model.before(token, torch.tensor([key]), cache)
+        h, inputs = model.enter_loop(token, torch.tensor([key]), cache)
         answer = None
         for cache.loop in range(depth.loops):
             last = answer

@@ -62,7 +62,7 @@ def test_norms_equal_a_naive_loop(mechanism, injection):
         previous = h
 
     prelude, first = spectra.stage_norms(model, ids, keys).values()
-    h0, inputs = model.before(ids, keys)
+    h0, inputs = model.enter_loop(ids, keys)
     cos, sin = model.cos[:12], model.sin[:12]
     x = model.injection.inject(h0, inputs)
     want = {"h_0": norm(h0), "injection": norm(x)}

@@ -188,7 +188,9 @@ def test_matched_pair_differs_in_the_gain_alone(base, packed, tmp_path):
     here(packed, tmp_path / "zoh", "--gain", "zoh")
     a, b = log(base, "train"), log(tmp_path / "zoh", "train")
     for key in a:
-        assert all(a[key][name] == b[key][name] for name in ("rows", "depth_mean", "lr", "tokens"))
+        assert all(
+            a[key][name] == b[key][name] for name in ("rows", "depth_mean", "lr_multiple", "tokens")
+        )
     assert a["train", STEPS]["loss"] != b["train", STEPS]["loss"]
     x, y = [json.loads((run / "config.json").read_text()) for run in (base, tmp_path / "zoh")]
     assert {name for name in x["model"] if x["model"][name] != y["model"][name]} == {"gain"}
@@ -352,11 +354,13 @@ def test_a_model_without_a_loop_heeds_none_of_the_loops_settings(preset):
     differing = differences(old, new, old["model"])
     if cfg.n_core:
         assert len(differing) == 1
-        with pytest.raises(ValueError, match="prelude_norm"):
+        with pytest.raises(ValueError, match="prelude-norm"):
             same_settings({"config": old["model"]}, cfg)
     else:
         assert not differing
         same_settings({"config": old["model"]}, cfg)
+    with pytest.raises(ValueError, match="--key-offset True .not known here"):
+        same_settings({"config": asdict(cfg) | {"key_offset": True}}, cfg)
 
 
 def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):
@@ -501,6 +505,43 @@ def test_files_called_like_checkpoints_stay_and_are_none(base, tmp_path):
     assert sum(path.read_bytes() == b"the user's" for path in run.glob("step_*.pt")) == 3
 
 
+def test_a_save_removes_older_checkpoints_alone(base, tmp_path):
+    """Newer ones were damaged and passed over: what is written after them must stay."""
+    run = shutil.copytree(base, tmp_path / "r")
+    state = weights(run)
+    steps = [path.name for path in checkpoints(run)]
+    write_checkpoint(run / "step_0000001.pt", state)
+    assert [path.name for path in checkpoints(run)] == ["step_0000001.pt", *steps]
+    write_checkpoint(run / "step_0000003.pt", state)
+    write_checkpoint(run / "step_0000005.pt", state)
+    left = ["step_0000003.pt", "step_0000005.pt", *steps]
+    assert [path.name for path in checkpoints(run)] == left
+
+
+def test_a_continued_run_keeps_the_checkpoints_that_it_began_to_keep(packed, tmp_path):
+    run = tmp_path / "r"
+    here(packed, run, "--keep-every", "1", "--stop-at", "4")
+    here(packed, run, "--resume")
+    assert len(checkpoints(run)) == STEPS
+    here(packed, tmp_path / "none", "--save-every", "1")
+    assert len(checkpoints(tmp_path / "none")) == 2
+
+
+def test_a_signal_while_a_run_waits_for_rows_saves_its_last_step(packed, tmp_path):
+    rows = shutil.copytree(packed, tmp_path / "rows")
+    manifest = read_checked(rows / "manifest.json")
+    write_checked(rows / "manifest.json", manifest | {"shuffle": "shard", "complete": False})
+    run = tmp_path / "r"
+    line = command("train.py", *flags(rows, run, "--tokens", "5e5"))
+    p = subprocess.Popen(line, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
+    while not p.stdout.readline().startswith("waiting for data"):
+        assert p.poll() is None
+    p.send_signal(signal.SIGTERM)
+    assert p.wait(60) == 2
+    last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+    assert checkpoints(run)[-1].name == f"step_{last['step']:07d}.pt"
+
+
 def test_a_run_is_loaded_with_its_residual_stream(packed, tmp_path):
     here(packed, tmp_path / "r", "--dtype", "bfloat16", "--residual-dtype", "float32")
     model = load_run(tmp_path / "r")[0]
@@ -539,7 +580,7 @@ SPOILED = {
     "size mismatch for ": {"model": {**Model(replace(NETWORK, d_model=16)).state_dict()}},
     "Missing key(s) in state_dict": {"model": {}},
     "is not a checkpoint": {"model": Payload()},
-    "mu_rec 9 (here 8)": {"config": {"mu_rec": 9}},
+    "--mu-rec 9 (now 8)": {"config": {"mu_rec": 9}},
     "KeyError": {"optimizer": {}},
 }
 
@@ -603,7 +644,7 @@ def test_an_existing_run_is_not_overwritten(base, packed, capsys):
     refused(
         capsys,
         lambda: here(packed, base, *other),
-        "--muon-lr 0.02 (now 0.001), --gain euler (now zoh)",
+        "--gain euler (now zoh), --muon-lr 0.02 (now 0.001)",
     )
     assert contents(base) == before
 

@@ -5,7 +5,7 @@ How fast a training step is, and where its time goes; the page goes to results/.
     torchrun --standalone --nproc_per_node=8 -m tools.bench    # eight GPUs, timed on the first
 
 Times train.py's own training step on random tokens. All variants take the same batches, round by
-round in turn. ms: mean over the rounds; "over Euler": median of the rounds' ratios. MFU: against
+round in turn. ms: mean over the rounds; "over the first": median of the rounds' ratios. MFU: against
 the GPU's dense bfloat16 peak, by the model's own FLOPs. Where the time goes: torch's profiler, over
 one step of the first model, rank 0's.
 """
@@ -33,7 +33,7 @@ from muon import Optimizer, Rates
 from train import OPTIMIZERS, Batch, recipe_of, training_step
 
 RESULTS = Path(__file__).parents[1] / "results"
-HEADER = ["rows", "model", "ms", "tok/s a rank", "over Euler", "MFU"]
+HEADER = ["rows", "model", "ms", "tok/s a rank", "over the first", "MFU"]
 KERNELS = 20  # of the profile, the longest
 
 
@@ -55,11 +55,10 @@ class Variant:
 def networks(preset: str) -> dict[str, ModelConfig]:
     """{name: network} of what is timed."""
     cfg = PRESETS[preset]
-    found = {
-        "Parcae Euler": replace(cfg, gain="euler"),
-        "Parcae ZOH": replace(cfg, gain="zoh"),
-        "Parcae Euler, fixed depth": replace(cfg, sampling="fixed"),
-    }
+    found = {"Euler": replace(cfg, gain="euler"), "Exact-ZOH": replace(cfg, gain="zoh")}
+    if cfg.injection != "diagonal":  # which has no gain
+        found = {cfg.injection: cfg}
+    found["fixed depth"] = replace(cfg, sampling="fixed")
     flat = "transformer-" + preset.removeprefix("parcae-")
     if flat in PRESETS:
         found["Transformer"] = PRESETS[flat]
@@ -178,7 +177,7 @@ def main(argv=None):
     length = variants[0].model.cfg.seq_len
     lines = [f"# Training step: {args.preset}, {length} tokens a row", "", where(place), ""]
     lines += table(HEADER, steps)
-    lines += [f"Where the time goes: Parcae Euler, {fitting} rows.", ""]
+    lines += [f"Where the time goes: {variants[0].name}, {fitting} rows.", ""]
     lines += profiled(variants[0], fitting, place)
     place.say("\n".join(lines))
     if place.rank == 0:

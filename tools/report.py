@@ -12,6 +12,7 @@ import math
 import os
 import textwrap
 from collections import defaultdict
+from dataclasses import asdict
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -24,13 +25,15 @@ from looped.figures import (
     depth_plot,
     figure,
     fmt,
-    half_width,
+    interval_note,
     plus_minus,
     records_table,
     table,
 )
 from looped.logs import CoreRules, LoggedRun, nearest, read_run
 from looped.run_directory import CHANGEABLE
+from looped.settings import unheeded
+from model import PRESETS, ModelConfig
 
 TOKENS = "tokens trained, millions"
 POINTS = 100  # of a curve over training, each the mean of its steps
@@ -76,20 +79,25 @@ def changes(run: LoggedRun, base: LoggedRun) -> tuple[str, ...]:
     theirs = settings(base)
     names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
     if "preset" in names:
-        names = [name for name in names if name in run.config["args"]]
+        own = asdict(PRESETS.get(run.config["args"]["preset"], ModelConfig()))
+        meant = {name for name, value in own.items() if ours.get(name) == value}
+        meant |= unheeded(run.config["model"]["n_core"])
+        names = [name for name in names if name not in meant]
     words = [f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names]
     return tuple(text for text in words if not text.startswith("seed "))
 
 
 def compare_arms(runs: list[LoggedRun]) -> list[str]:
     """A sentence on each arm of several seeds against the first arm, and what makes it unfair."""
-    arms = defaultdict(dict)  # {changes: {seed: run}}
+    arms = defaultdict(dict)  # {settings but the seed: {seed: run}}
     for run in runs:
-        arm = arms[changes(run, runs[0])]
-        arm[run.config["args"].get("seed")] = run
-    base = arms[()]
+        decisive = settings(run)
+        seed = decisive.pop("seed", None)
+        arms[repr(decisive)][seed] = run
+    base = next(iter(arms.values()))
     remarks = []
-    for changed, arm in arms.items():
+    for arm in arms.values():
+        changed = changes(next(iter(arm.values())), runs[0])
         words = ", ".join(changed)
         both = [seed for seed in arm if seed in base]
         gaps = [arm[seed].loss - base[seed].loss for seed in both]
@@ -109,9 +117,7 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
 
 def difference(gaps: list[float]) -> str:
     """The mean of differences of loss, with its interval."""
-    size = f"{plus_minus(gaps, '+.4f')} nats/token, n = {len(gaps)}"
-    zero = ", which includes 0" if abs(np.mean(gaps)) <= half_width(gaps) else ""
-    return f"{size} (95 % t interval{zero}; paired by seed)"
+    return f"{plus_minus(gaps, '+.4f')} nats/token, {interval_note(gaps)}, paired by seed"
 
 
 def circumstances(run: LoggedRun) -> dict:

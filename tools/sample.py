@@ -67,7 +67,7 @@ def read(model, ids, positions, keys, cache, depth: Depth):
         hidden, taken = zip(*parts, strict=True)
         return torch.cat(hidden, 1), torch.cat(taken, 1)
     cache.begin_piece(positions, *model.rotary(positions))
-    h, inputs = model.before(ids, keys, cache)
+    h, inputs = model.enter_loop(ids, keys, cache)
     if inputs is not None and depth.threshold is not None:
         return read_with_exits(model, ids, h, inputs, cache, depth)
     if inputs is not None:

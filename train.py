@@ -664,7 +664,7 @@ def build(
     return model, optimizer, first
 
 
-def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> tuple:
+def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> list:
     """Rank 0 makes or checks the run directory -> on all ranks: config.json, the checkpoint to
     continue from (or None), and whether nothing is left to do. Sets what is as the run began.
     """
@@ -686,7 +686,7 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
         sys.exit(2)
     args.dtype = config["dtype"]
     args.keep_every = config["args"]["keep_every"]
-    return tuple(told)
+    return told
 
 
 def train(args, progress: dict) -> None:

@@ -479,7 +479,7 @@ def main(argv=None):
     )
     source = p.add_mutually_exclusive_group()  # --stream has its own validation shard
     source.add_argument(
-        "--val-file", help="file held out as validation (default: the last .parquet or .jsonl)"
+        "--val-file", help="file held out as validation (default: as in tokenizer_train.py)"
     )
     source.add_argument(
         "--stream", type=shards, help="follow a download of so many shards: pack each as it comes"

@@ -59,7 +59,10 @@ def main(argv=None):
     add(
         "--texts", required=True, help="folder of .parquet (column text), .jsonl (key text) or .txt"
     )
-    add("--val-file", help="file held out (default: the last .parquet or .jsonl)")
+    add(
+        "--val-file",
+        help="file held out (default: the last of several .parquet or .jsonl, else some documents)",
+    )
     add(
         "--vocab-size",
         type=vocab_size,

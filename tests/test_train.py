@@ -637,6 +637,12 @@ def test_a_run_is_trained_by_one_process_at_a_time(packed, tmp_path, capsys):
     here(packed, run, *again)  # an error has let it go
 
 
+def test_a_refusal_by_rank_0_ends_all_ranks_with_one_line(base, packed):
+    done = go(packed, base, ranks=2, check=False)
+    assert done.returncode and done.stderr.count("error: ") == 1
+    assert "exists; add --resume" in done.stderr
+
+
 def test_an_existing_run_is_not_overwritten(base, packed, capsys):
     before = contents(base)
     refused(capsys, lambda: here(packed, base), "--resume")

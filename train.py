@@ -13,7 +13,6 @@ tokenizer and the checkpoints; `--resume` continues it.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -52,7 +51,7 @@ from looped.console import (
 from looped.core_tasks import open_panel
 from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
-from looped.endings import catch_signals, explain, stop_diverged, stop_flag
+from looped.endings import catch_signals, explain, last_step_saved, stop_diverged, stop_flag
 from looped.files import file_hash, read_checked
 from looped.machine import (
     DEVICES,
@@ -541,17 +540,6 @@ def finish_step(run: Run, finished: Finished) -> bool:
     if run.bad == BAD_STEPS:
         stop_diverged(run, step)
     return stop
-
-
-@contextlib.contextmanager
-def last_step_saved(run: Run, step: int):
-    """Saves it where the program ends inside: no rows came, or a signal while it waited for some."""
-    try:
-        yield
-    except SystemExit:
-        run.save(step)
-        join_writer()
-        raise
 
 
 def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bool]:

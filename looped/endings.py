@@ -61,6 +61,21 @@ def catch_signals() -> list[int]:
     return caught
 
 
+@contextlib.contextmanager
+def last_step_saved(run, step: int):
+    """Saves a run (train.py's Run) where the program ends inside, waiting for rows in vain or until a
+    signal. Of several ranks one alone may have failed, and saving waits for all: only after a
+    signal, which goes to all.
+    """
+    try:
+        yield
+    except SystemExit:
+        if run.place.world == 1 or run.data.caught:
+            run.save(step)
+            join_writer()
+        raise
+
+
 def stop_diverged(run, step: int) -> None:
     """Ends a run (train.py's Run) whose last run.bad steps had no finite loss or gradient."""
     join_writer()

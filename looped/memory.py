@@ -331,7 +331,7 @@ def chunk_reason(args, chunk: int, place: Place) -> str:
     if args.loss_chunk is not None:
         return "given"
     if not place.is_gpu:
-        return f"some {CPU_CHUNK} tokens' logits at once fit a CPU's caches"
+        return f"the logits of {CPU_CHUNK} tokens fit a processor's caches"
     return "all logits at once would not fit" if chunk else "all logits fit at once"
 
 

@@ -12,7 +12,8 @@ and writes a page.
 
 Runs lie in runs/studies/; a begun one continues, one in results/runs.jsonl (same flags, seed
 and data) is not repeated; one that another process is training counts as failed. Written:
-results/NAME-SCALE.md (of the default rows NAME-SCALE-stdlib.md) and its figures, over what is there. A run that diverges is a result.
+results/NAME-SCALE.md (of the default rows NAME-SCALE-stdlib.md) and its figures, over what is
+there. A run that diverges is a result.
 """
 
 import argparse

@@ -52,8 +52,8 @@ RUN_COLUMNS = {  # of a run's line, and how they are written
     "ρ(Ā)": ".4f",
 }
 CELLS = (
-    "mean over seeds ± half the 95 % t interval (standard deviation over seeds). Source: the paper's or the post's number, at its "
-    "own scale and on its own data."
+    "mean over seeds ± half the 95 % t interval (standard deviation over seeds). Source: the "
+    "paper's or the post's number, at its own scale and on its own data."
 )
 DIVERGED = (
     "A run diverged if three steps in a row had no finite loss, if its training loss ended above "
@@ -131,7 +131,9 @@ def differences(arms: list[Arm], experiment, depth) -> list[Difference]:
 
 
 def sentence(d: Difference, unit: str) -> str:
-    """unit: of the source's numbers. As: "zoh is lower than euler by 0.0120 ± 0.0040 nats/token, n = 5 (…)"."""
+    """As: "zoh is lower than euler by 0.0120 ± 0.0040 nats/token, n = 5 (…)". unit: of the source's
+    numbers.
+    """
     mean = d.values.mean()
     note = interval_note(d.values)
     known = [arm.source.get("mu") for arm in (d.base, d.arm)]

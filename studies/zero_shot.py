@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 
 from core_eval import open_run
-from looped.checkpoint import checkpoints
+from looped.checkpoint import newest_checkpoint
 from looped.console import Parser, fail, outside, run_cli
 from looped.figures import fmt, frame_table
 from looped.files import file_hash, write_atomic
@@ -82,8 +82,8 @@ def harness(path: Path, tasks: str) -> dict:
 def measured(path: Path, args) -> dict:
     """What was asked for and what was measured before, kept in the run's zero_shot.json."""
     file = path / "zero_shot.json"
-    newest = checkpoints(path)[-1:]
-    of = [f"{checkpoint.name} {file_hash(checkpoint)}" for checkpoint in newest]
+    newest = newest_checkpoint(path)
+    of = newest and f"{newest.name} {file_hash(newest)}"
     found = read_json(file) if file.is_file() else {}
     if found.get("of") != of:  # of other weights
         found = {"of": of, "wikitext": {}, "tasks": {}}

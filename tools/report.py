@@ -79,7 +79,7 @@ def changes(run: LoggedRun, base: LoggedRun) -> tuple[str, ...]:
     theirs = settings(base)
     names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
     if "preset" in names:
-        own = asdict(PRESETS.get(run.config["args"]["preset"], ModelConfig()))
+        own = asdict(PRESETS.get(ours.get("preset"), ModelConfig()))
         meant = {name for name, value in own.items() if ours.get(name) == value}
         meant |= unheeded(run.config["model"]["n_core"])
         names = [name for name in names if name not in meant]

@@ -271,24 +271,132 @@ MECHANISMS = {"none": PlainLoop, "attnres": AttnRes, "hyper": HyperConnected}
 
 
 # -------------------------------------------------------------------------------------------------
+# Transformer pieces. Master weights are float32 and are cast to the activations' dtype: the core's
+# once for all loops (looped/layers.py), the others at every use. No autocast: its cache of casts
+# made under no_grad would cut the core's weights out of the gradient on some versions of torch.
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: "ModelConfig", value_gate: bool, shift: Callable | None):
+        super().__init__()
+        d = cfg.d_model
+        self.n_head = cfg.n_head
+        self.qk_norm = cfg.qk_norm
+        self.shift = shift
+        self.q = Linear(d, d)
+        self.k = Linear(d, d)
+        self.v = Linear(d, d)
+        self.o = Linear(d, d)
+        self.gate = Linear(min(32, d), cfg.n_head) if value_gate else None
+
+    def forward(self, x, cos, sin, value_rows=None, attend=attend):
+        """x (B, T, D) -> (B, T, D); value_rows (B, T, D) or None: the tokens' own value vectors."""
+        B, T, D = x.shape
+        heads = (B, T, self.n_head, -1)
+        q = self.q(x).view(heads)  # (B, T, H, K)
+        k = self.k(x).view(heads)
+        v = self.v(x).view(heads)
+        if value_rows is not None:  # gated per head
+            gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, H)
+            v = v + gate.unsqueeze(-1) * value_rows.view(heads)
+        q = rope(q, cos, sin)
+        k = rope(k, cos, sin)
+        if self.qk_norm:
+            q = F.rms_norm(q, (q.size(-1),), eps=EPS)
+            k = F.rms_norm(k, (k.size(-1),), eps=EPS)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.shift)
+        return self.o(y.transpose(1, 2).reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    """W' relu²(W x)"""
+
+    matrices = 2
+
+    def __init__(self, cfg: "ModelConfig"):
+        super().__init__()
+        self.fc = Linear(cfg.d_model, cfg.d_mlp)
+        self.proj = Linear(cfg.d_mlp, cfg.d_model)
+
+    def forward(self, x):
+        return self.proj(F.relu(self.fc(x)).square())
+
+
+class SwiGLU(nn.Module):
+    """W' (silu(W x) ⊙ (W'' x))"""
+
+    matrices = 3
+
+    def __init__(self, cfg: "ModelConfig"):
+        super().__init__()
+        self.fc = Linear(cfg.d_model, cfg.d_mlp)
+        self.up = Linear(cfg.d_model, cfg.d_mlp)
+        self.proj = Linear(cfg.d_mlp, cfg.d_model)
+
+    def forward(self, x):
+        return self.proj(F.silu(self.fc(x)) * self.up(x))
+
+
+MLPS = {"relu2": MLP, "swiglu": SwiGLU}
+
+
+# What becomes of the residual stream after each of a layer's two sums.
+BLOCKS = {"prenorm": nn.Identity, "resnorm": RMSNorm}
+
+
+class Block(nn.Module):
+    """One layer.
+
+    prenorm: x += Attn(N(x)); x += MLP(N(x))
+    resnorm (RDM): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)
+    """
+
+    def __init__(self, cfg: "ModelConfig", value_gate: bool, shift: Callable | None):
+        super().__init__()
+        self.attn = Attention(cfg, value_gate, shift)
+        self.mlp = MLPS[cfg.mlp](cfg)
+        self.norm1 = RMSNorm(cfg.d_model)
+        self.norm2 = RMSNorm(cfg.d_model)
+        self.norm3 = BLOCKS[cfg.block](cfg.d_model)
+        self.norm4 = BLOCKS[cfg.block](cfg.d_model)
+
+    def forward(self, x, cos, sin, value_rows=None, attend=attend):
+        """x (B, T, D) in the residual stream's dtype; the branches run in that of cos and sin, the
+        activations'.
+        """
+        normed = self.norm1(x).to(cos.dtype)
+        x = self.norm3(x + self.attn(normed, cos, sin, value_rows, attend))
+        normed = self.norm2(x).to(cos.dtype)
+        return self.norm4(x + self.mlp(normed))
+
+
+# -------------------------------------------------------------------------------------------------
 # Configuration
+
+
+def zeros(shape, std, layers, generator):
+    return torch.zeros(shape)
+
+
+def scaled_by_depth(shape, std, layers, generator):
+    return orthogonal(shape, std / math.sqrt(2 * layers), generator)
+
 
 # Initial loop states: a normal's standard deviation (None: that of the input matrices), and how many
 # of them it is cut at.
 STATE_INITS = {"like-init": (None, 3.0), "normal": (1.0, 5.0), "zero": (0.0, 3.0)}
-BLOCKS = ("prenorm", "resnorm")
-MLPS = ("relu2", "swiglu")
-INITS = ("scaled-zero", "scaled")
+# Attention and MLP outputs begin at zero, or at a std that falls with the L layers applied.
+INITS = {"scaled-zero": zeros, "scaled": scaled_by_depth}
 CHOICES = {
-    "injection": tuple(INJECTIONS),
-    "gain": tuple(GAINS),
-    "mechanism": tuple(MECHANISMS),
+    "injection": INJECTIONS,
+    "gain": GAINS,
+    "mechanism": MECHANISMS,
     "block": BLOCKS,
     "mlp": MLPS,
-    "state_init": tuple(STATE_INITS),
+    "state_init": STATE_INITS,
     "init": INITS,
-    "sampling": tuple(DEPTH_LAWS),
-    "granularity": tuple(GRANULARITIES),
+    "sampling": DEPTH_LAWS,
+    "granularity": GRANULARITIES,
 }
 POSITIVE = ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams", "rope_theta")
 
@@ -406,8 +514,7 @@ class ModelConfig:
 
     def block_matmul(self) -> int:
         """Weights of one block that multiply activations; norms, gates and tables are left out."""
-        mlp_matrices = 3 if self.mlp == "swiglu" else 2
-        return 4 * self.d_model**2 + mlp_matrices * self.d_model * self.d_mlp
+        return 4 * self.d_model**2 + MLPS[self.mlp].matrices * self.d_model * self.d_mlp
 
     def flops_per_token(self, attention: str = "palm") -> float:
         """Training FLOPs per token: looped/flops.py."""
@@ -419,9 +526,16 @@ class ModelConfig:
 
 def large(d_model: int, layers: int) -> ModelConfig:
     """Parcae in the Transformer setup: so many layers in each of prelude, core and coda."""
-    sizes = {"d_model": d_model, "n_head": d_model // 128, "d_mlp": 4 * d_model}
-    parts = {"n_prelude": layers, "n_core": layers, "n_coda": layers}
-    return ModelConfig(vocab_size=32768, seq_len=2048, **sizes, **parts)
+    return ModelConfig(
+        vocab_size=32768,
+        seq_len=2048,
+        d_model=d_model,
+        n_head=d_model // 128,
+        d_mlp=4 * d_model,
+        n_prelude=layers,
+        n_core=layers,
+        n_coda=layers,
+    )
 
 
 def flat(looped: ModelConfig) -> ModelConfig:
@@ -479,87 +593,6 @@ PRESETS = {
     "rdm-100m": rdm(RDM_100M),
     "rdm-350m": rdm(RDM_350M),
 }
-
-
-# -------------------------------------------------------------------------------------------------
-# Transformer pieces. Master weights are float32 and are cast to the activations' dtype: the core's
-# once for all loops (looped/layers.py), the others at every use. No autocast: its cache of casts
-# made under no_grad would cut the core's weights out of the gradient on some versions of torch.
-
-
-class Attention(nn.Module):
-    def __init__(self, cfg: ModelConfig, value_gate: bool, shift: Callable | None):
-        super().__init__()
-        d = cfg.d_model
-        self.n_head = cfg.n_head
-        self.qk_norm = cfg.qk_norm
-        self.shift = shift
-        self.q = Linear(d, d)
-        self.k = Linear(d, d)
-        self.v = Linear(d, d)
-        self.o = Linear(d, d)
-        self.gate = Linear(min(32, d), cfg.n_head) if value_gate else None
-
-    def forward(self, x, cos, sin, value_rows=None, attend=attend):
-        """x (B, T, D) -> (B, T, D); value_rows (B, T, D) or None: the tokens' own value vectors."""
-        B, T, D = x.shape
-        heads = (B, T, self.n_head, -1)
-        q = self.q(x).view(heads)  # (B, T, H, K)
-        k = self.k(x).view(heads)
-        v = self.v(x).view(heads)
-        if value_rows is not None:  # gated per head
-            gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, H)
-            v = v + gate.unsqueeze(-1) * value_rows.view(heads)
-        q = rope(q, cos, sin)
-        k = rope(k, cos, sin)
-        if self.qk_norm:
-            q = F.rms_norm(q, (q.size(-1),), eps=EPS)
-            k = F.rms_norm(k, (k.size(-1),), eps=EPS)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.shift)
-        return self.o(y.transpose(1, 2).reshape(B, T, D))
-
-
-class MLP(nn.Module):
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        self.fc = Linear(cfg.d_model, cfg.d_mlp)
-        self.up = Linear(cfg.d_model, cfg.d_mlp) if cfg.mlp == "swiglu" else None
-        self.proj = Linear(cfg.d_mlp, cfg.d_model)
-
-    def forward(self, x):
-        if self.up is not None:
-            return self.proj(F.silu(self.fc(x)) * self.up(x))
-        return self.proj(F.relu(self.fc(x)).square())
-
-
-class Block(nn.Module):
-    """One layer.
-
-    prenorm: x += Attn(N(x)); x += MLP(N(x))
-    resnorm (RDM): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)
-    """
-
-    def __init__(self, cfg: ModelConfig, value_gate: bool, shift: Callable | None):
-        super().__init__()
-        self.attn = Attention(cfg, value_gate, shift)
-        self.mlp = MLP(cfg)
-        self.norm1 = RMSNorm(cfg.d_model)
-        self.norm2 = RMSNorm(cfg.d_model)
-        self.resnorm = cfg.block == "resnorm"
-        if self.resnorm:
-            self.norm3 = RMSNorm(cfg.d_model)
-            self.norm4 = RMSNorm(cfg.d_model)
-
-    def forward(self, x, cos, sin, value_rows=None, attend=attend):
-        """x (B, T, D) in the residual stream's dtype; the branches run in that of cos and sin, the
-        activations'.
-        """
-        normed = self.norm1(x).to(cos.dtype)
-        x = x + self.attn(normed, cos, sin, value_rows, attend)
-        if self.resnorm:
-            x = self.norm3(x)
-        x = x + self.mlp(self.norm2(x).to(cos.dtype))
-        return self.norm4(x) if self.resnorm else x
 
 
 # -------------------------------------------------------------------------------------------------
@@ -667,10 +700,8 @@ class Model(nn.Module):
         if part in ("wte", "q", "k", "v", "fc", "up", "C"):
             return orthogonal(p.shape, std, generator)
         if part in ("o", "proj"):
-            if cfg.init == "scaled-zero":
-                return torch.zeros(p.shape)
             applied = cfg.n_prelude + cfg.n_core * cfg.mu_rec + cfg.n_coda
-            return orthogonal(p.shape, std / math.sqrt(2 * applied), generator)
+            return INITS[cfg.init](p.shape, std, applied, generator)
         if part == "gate":
             uniform = torch.rand(p.shape, generator=generator) * 2 - 1
             return uniform / math.sqrt(p.size(1))

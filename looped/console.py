@@ -78,6 +78,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
 
     def error(self, message):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            sys.exit(2)  # a node's ranks have one command line: its first says what is wrong
         fail(f"{message}; {self.prog} --help lists the flags")
 
 

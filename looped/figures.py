@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from looped.console import fail
+from looped.files import write_atomic
 
 # the curves of a figure; line styles and markers tell them apart in black and white
 COLORS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7f7f7f", "#8c510a"]
@@ -57,6 +59,14 @@ def table(header: list, rows) -> list[str]:
     return [*lines, ""]
 
 
+def save_page(out: Path, lines: list[str]) -> None:
+    """Writes out.md; `out` has no suffix, since the page's figures begin with it too."""
+    file = Path(f"{out}.md")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, "\n".join(lines).encode())
+    print(f"written: {file}")
+
+
 def frame_table(frame) -> list[str]:
     """A frame of pandas, its index as the first columns."""
     rows = frame.fillna("–").reset_index()
@@ -105,6 +115,7 @@ def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False)
             axes.yaxis.set_major_locator(MaxNLocator(4))
     handles, labels = image.axes[0].get_legend_handles_labels()
     image.legend(handles, labels, loc="outside lower center", ncols=4)
+    path.parent.mkdir(parents=True, exist_ok=True)
     image.savefig(path)
     return [f"![{caption}]({path.name})", "", caption, ""]
 

@@ -32,6 +32,7 @@ CPU_CHUNK = 256
 # product.
 KEPT_BESIDE_MLP = 11.2
 KEPT_OF_MLP = {"relu2": 2.0, "swiglu": 3.0}
+INTO_MLP = {"relu2": 1, "swiglu": 2}  # matrices
 # The same where less is kept (keep_less).
 LESS_BESIDE_MLP = 7.1
 LESS_OF_MLP = {"relu2": 1.0, "swiglu": 2.0}
@@ -94,10 +95,15 @@ class MatrixStack:
         return self.count * self.rows * self.columns
 
 
+def of_mlp(table: dict, cfg):
+    """The entry of the network's MLP; of one that the table does not know, the largest."""
+    return table.get(cfg.mlp, max(table.values()))
+
+
 def matrix_stacks(cfg) -> list[MatrixStack]:
     """The blocks' matrices by shape: attention's four; the MLP's into its width (two with SwiGLU) and out of it."""
     layers = cfg.n_layer()
-    into_mlp = 2 if cfg.mlp == "swiglu" else 1
+    into_mlp = of_mlp(INTO_MLP, cfg)
     return [
         MatrixStack(4 * layers, cfg.d_model, cfg.d_model),
         MatrixStack(into_mlp * layers, cfg.d_mlp, cfg.d_model),
@@ -154,9 +160,9 @@ def activation_bytes(cfg, step: Step) -> float:
     """Bytes alive at the start of the backward pass, logits left out."""
     n, k = deepest(cfg, 1)
     loops = int(k[0])  # with gradient
-    block = KEPT_BESIDE_MLP * cfg.d_model + KEPT_OF_MLP[cfg.mlp] * cfg.d_mlp
+    block = KEPT_BESIDE_MLP * cfg.d_model + of_mlp(KEPT_OF_MLP, cfg) * cfg.d_mlp
     if step.keep_less:
-        block = LESS_BESIDE_MLP * cfg.d_model + LESS_OF_MLP[cfg.mlp] * cfg.d_mlp
+        block = LESS_BESIDE_MLP * cfg.d_model + of_mlp(LESS_OF_MLP, cfg) * cfg.d_mlp
     ends = cfg.n_prelude + cfg.n_coda
     blocks = ends + cfg.n_core * loops
     numbers = kept_by_mechanism(cfg, int(n[0]), loops)

@@ -4,7 +4,7 @@ with its place in a table and the source's numbers. Sources: the paper (Parcae; 
 2026) and the post (Exact-ZOH; Huang 2026).
 
 At the small scales (`nano`, `tiny`) an arm trains a number of tokens for each parameter of the
-looped model; at the others the source's tokens. To add an experiment, write a function of the
+preset of that name (the RDM's models are smaller); at the others the source's tokens. To add an experiment, write a function of the
 scale and an entry in EXPERIMENTS.
 """
 
@@ -352,7 +352,7 @@ EXPERIMENTS = {
         tables=gains, scales=TRANSFORMER, base="col", split="row", budgets=(20, 40, 80), seeds=8,
         panels=("validation loss", "difference by depth")),
     "stability": Experiment(
-        title="Learning rates that each looped model bears (paper, figure 2 and its table)",
+        title="Learning rates that each looped model bears (paper, training instability)",
         tables=stability, scales=RDM, depths="1,4,8", base="col", split="col", seeds=1,
         panels=("training loss", "ρ(Ā)", "state norm", "residual"), flags="--eval-every 50 --save-every 50 --eval-tokens 65536"),
     "components": Experiment(

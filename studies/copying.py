@@ -22,8 +22,7 @@ from core_eval import open_run
 from looped.cache import KVCache
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.depth import even_plan
-from looped.figures import frame_table, plus_minus, table
-from looped.files import write_atomic
+from looped.figures import frame_table, plus_minus, save_page, table
 from model import PRESETS
 from studies.spectra import DEVICE, validation_rows
 from train import recipe_of
@@ -177,9 +176,8 @@ def main(argv=None):
     runs["foretold tokens"] = runs["foretold tokens"].map("{:.1%}".format)
     runs[LOSSES] = runs[LOSSES].map("{:.4f}".format)
     lines += frame_table(runs.set_index("run"))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(Path(f"{args.out}.md"), "\n".join(lines).encode())
     print(*lines, sep="\n")
+    save_page(args.out, lines)
 
 
 if __name__ == "__main__":

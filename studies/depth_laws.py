@@ -2,7 +2,7 @@
 Histograms of the sampled depth against the laws' formulas (paper, appendix "Sampling of
 Truncated Recurrence").
 
-    python -m studies.depth_laws --mu-rec 8 --mu-bwd 4 --out results/depth-laws.md
+    python -m studies.depth_laws --mu-rec 8 --mu-bwd 4 --out results/depth-laws
 """
 
 from dataclasses import replace
@@ -13,8 +13,7 @@ from scipy import stats
 
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.depth import sample_depths
-from looped.figures import Plot, figure, fmt, table
-from looped.files import write_atomic
+from looped.figures import Plot, figure, fmt, save_page, table
 from model import ModelConfig
 
 SEQUENCES = 200_000
@@ -49,8 +48,8 @@ def main(argv=None):
     add = parser.add_argument
     add("--mu-rec", type=positive_int, default=8, help="mean loops (default: %(default)s)")
     add("--mu-bwd", type=positive_int, default=4, help="loops with gradient (default: %(default)s)")
-    page = Path("results/depth-laws.md")
-    add("--out", type=Path, default=page, help="page, with a figure beside (default: %(default)s)")
+    page = Path("results/depth-laws")
+    add("--out", type=Path, default=page, help="page, without suffix (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.mu_bwd > args.mu_rec:
         fail(f"--mu-bwd {args.mu_bwd} exceeds --mu-rec {args.mu_rec}; try --mu-bwd {args.mu_rec}")
@@ -63,13 +62,11 @@ def main(argv=None):
         plots.append(Plot("depth, loops", law, [(depths, share), (depths, formula)]))
         numbers = [share @ depths, formula @ depths, np.abs(share - formula).max()]
         rows.append([law, *map(fmt, numbers)])
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     caption = f"Share of sequences by depth, mu_rec {args.mu_rec}, mu_bwd {args.mu_bwd}."
     lines = [f"# Depth laws, {SEQUENCES:,} sequences", ""]
-    lines += figure(args.out.with_suffix(".png"), caption, ["drawn", "formula"], plots)
+    lines += figure(Path(f"{args.out}.png"), caption, ["drawn", "formula"], plots)
     lines += table(["law", "mean drawn", "mean of the formula", "largest difference"], rows)
-    write_atomic(args.out, "\n".join(lines).encode())
-    print(f"written: {args.out}")
+    save_page(args.out, lines)
 
 
 if __name__ == "__main__":

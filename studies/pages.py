@@ -18,9 +18,9 @@ from looped.figures import (
     interval_note,
     plus_minus,
     records_table,
+    save_page,
     table,
 )
-from looped.files import write_atomic
 from studies.comparisons import EXPERIMENTS, Arm, flat
 from studies.ledger import read_ledger
 from studies.scaling_laws import rows_of, write_fit
@@ -335,14 +335,12 @@ def write_page(args, tables: list[list[Arm]]) -> None:
         said = [sentence(d, experiment.unit) for d in differences(part, experiment, "mu")]
         if said:
             text += [*said, ""]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     text += draw(arms, experiment, Path(f"{args.out}.png"))
     text += score_table(arms)
     text += difference_table(tables, experiment)
     text += run_table(lines)
     text += [*sorted({origin(line) for line in lines}), ""]
-    write_atomic(Path(f"{args.out}.md"), "\n".join(text).encode())
-    print(f"written: {args.out}.md")
+    save_page(args.out, text)
     good = [line for line in lines if not line["diverged_at"]]
     if good and args.name in ("isoflop", "testtime", "sizes"):
         unseen = held_out(good, read_ledger())

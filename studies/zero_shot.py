@@ -22,7 +22,7 @@ import torch
 from core_eval import open_run
 from looped.checkpoint import newest_checkpoint
 from looped.console import Parser, fail, outside, run_cli
-from looped.figures import fmt, frame_table
+from looped.figures import fmt, frame_table, save_page
 from looped.files import file_hash, write_atomic
 from looped.logs import read_json, read_run
 from looped.randomness import SEED_EVAL, sequence_keys
@@ -102,11 +102,11 @@ def measured(path: Path, args) -> dict:
 def main(argv=None):
     parser = Parser(description=__doc__, prog="python -m studies.zero_shot")
     add = parser.add_argument
-    page = Path("results/zero-shot.md")
+    page = Path("results/zero-shot")
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     add("--wikitext", type=Path, help="a text file, e.g. the test part of WikiText")
     add("--tasks", default="", help=f"lm_eval's tasks, between commas, e.g. {','.join(TASKS)}")
-    add("--out", type=Path, default=page, help="page (default: %(default)s)")
+    add("--out", type=Path, default=page, help="page, without suffix (default: %(default)s)")
     args = parser.parse_args(argv)
     rows = {}
     for path in args.runs:
@@ -119,9 +119,7 @@ def main(argv=None):
     both = pd.concat([frame, source.rename("source, {}".format).astype(float)])
     lines = ["# Perplexity and zero-shot accuracy, %, at depth mu_rec", ""]
     lines += frame_table(both.map(fmt, spec=".2f").rename_axis("run"))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(args.out, "\n".join(lines).encode())
-    print(f"written: {args.out}")
+    save_page(args.out, lines)
 
 
 if __name__ == "__main__":

@@ -362,7 +362,7 @@ def test_text_perplexity_counts_every_token_once(packed, here, capsys):
         want += model.losses(piece[:, :-1], piece[:, 1:], [3], keys)[3].sum().item()
     assert got == pytest.approx(want, rel=1e-5)
     (here / "wiki.txt").write_text("some words of text " * 20)
-    zero_shot.main(["run", "--wikitext", "wiki.txt", "--out", "page.md"])
+    zero_shot.main(["run", "--wikitext", "wiki.txt", "--out", "page"])
     found = json.loads((here / "run/zero_shot.json").read_text())["wikitext"]
     assert found["by word"] > found["by token"] > 1
     assert f"{found['by word']:.2f}" in (here / "page.md").read_text()

@@ -105,7 +105,9 @@ class LoopInputs:
     """What a loop reads besides its state; tensors of two or more dimensions have its rows."""
 
     decay: torch.Tensor | None  # (D,) or (B, T, D), float32
-    write: torch.Tensor  # (B, T, D): what is added to the state, gain ⊙ (B e)
+    write: (
+        torch.Tensor
+    )  # (B, T, D), the activations' dtype: what is added to the state, gain ⊙ (B e)
     values: list  # (B, T, D) or None for each core layer: rows of its value table
 
     def map(self, change: Callable) -> "LoopInputs":
@@ -240,8 +242,9 @@ class ConcatInjection(AddInjection):
         return None, F.linear(e, write)
 
     def inject(self, h, inputs):
-        carry = self.W[:, : self.width].to(h.dtype)
-        return F.linear(h, carry) + inputs.write
+        dtype = inputs.write.dtype
+        carry = self.W[:, : self.width].to(dtype)
+        return F.linear(h.to(dtype), carry).to(h.dtype) + inputs.write
 
     @torch.no_grad()
     def spectra(self):
@@ -746,7 +749,7 @@ class Model(nn.Module):
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
         values = self.value_rows(ids, self.cfg.n_prelude, self.cfg.n_core)
         positions = None if cache is None else cache.positions
-        inputs = LoopInputs(decay, write.to(e.dtype), values)
+        inputs = LoopInputs(decay, write, values)
         return self.initial_state(e, keys, positions), inputs
 
     def core_step(self, h, inputs: LoopInputs, index, cache=None):
@@ -875,7 +878,9 @@ class Model(nn.Module):
 
         def propose(h):
             if self.checkpoint_loops and torch.is_grad_enabled():
-                return checkpoint(self.core_step, h, inputs, index, use_reentrant=False)
+                return checkpoint(
+                    self.core_step, h, inputs, index, use_reentrant=False, preserve_rng_state=False
+                )
             return self.core_step(h, inputs, index, cache)
 
         return propose

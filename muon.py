@@ -67,8 +67,8 @@ def muon_update(p, g, state: dict, rates: torch.Tensor, ok, dtype: torch.dtype):
     rates: learning rate, weight decay, momentum, 1 - momentum. state["first"] is the momentum;
     state["second"], (N, rows, 1) or (N, 1, cols), NorMuon's running mean square of the
     orthogonalised update over its shorter direction: dividing by its root evens out the neurons,
-    and the update's norm is then put back to what it was. Weight decay acts only where update and
-    weight agree in sign.
+    and the update's norm is then put back to what it was. Weight decay does not act where update and
+    weight differ in sign.
     """
     first, second = state["first"], state["second"]
     lr, decay, momentum, fresh = rates
@@ -447,7 +447,7 @@ class Optimizer:
                 if self.rank == 0:
                     named = state.setdefault(key, {})
                     for name, view in self._views(buffer, whole):
-                        named[name] = view.cpu().clone()
+                        named[name] = view.to("cpu", copy=True)
         return state
 
     @torch.no_grad()

@@ -19,7 +19,6 @@ import gc
 import math
 import os
 import sys
-import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +59,7 @@ from looped.machine import (
     choose_compile,
     distributed,
     leave,
+    take_from_first,
     to_device,
 )
 from looped.memory import check_memory, fit_memory
@@ -233,7 +233,7 @@ def parse_args(argv=None):
              "fit)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"),
         help="of activations (auto: the faster one)")
-    add("--residual-dtype", default="auto", choices=("auto", "float32", "bfloat16"),
+    add("--residual-dtype", default="auto", choices=("auto", "float32"),
         help="of the residual stream and the loop's state (auto: that of the activations; the "
              "authors': float32)")
     add("--compile", default="auto", choices=("auto", "on", "off"),
@@ -501,7 +501,7 @@ class Finished:
 
     entry: dict
     names: list[str]
-    values: torch.Tensor  # on the CPU
+    values: torch.Tensor
     arrived: torch.cuda.Event | None  # when they are there; None: they are
 
 
@@ -643,6 +643,8 @@ def build(
     if args.init_from and not newest:
         begin_from(args.init_from, model, data)
     model.to(place.device)
+    if args.init_from:  # ranks may have read that run at different steps
+        take_from_first(model, place)
     # on a CPU the update is too short for its compilation to pay
     groups = OPTIMIZERS[args.optimizer](model, args, compiled and place.is_gpu)
     optimizer = Optimizer(groups, args.clip, place.rank, place.world)
@@ -665,7 +667,7 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
             if not folder.exists():
                 check_sources(args, cfg, data)
             newest = prepare_run(folder, config, defaults, args.resume)
-            told = [config, newest, is_finished(folder, eval_depths(args, cfg, final=True))]
+            told = [config, newest, is_finished(folder, args, cfg, data)]
     finally:  # also where it refuses
         if place.world > 1:
             dist.broadcast_object_list(told)
@@ -678,7 +680,7 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
 
 
 def train(args, progress: dict) -> None:
-    """The run. progress["step"] is always the last whole step, for the message of an early end."""
+    """The run. progress["step"] counts the steps, for the message of an early end."""
     # 1. settings, ranks, data, run directory
     cfg = model_config(args)
     place = distributed(args.device)
@@ -699,15 +701,13 @@ def train(args, progress: dict) -> None:
         place.say(f"{folder} is finished: all {steps} steps, and its validation")
         leave(place)
         return
-    started = time.perf_counter()
     fit = fit_memory(model, optimizer, args, place, rows_given)
     args.device_batch_size = fit.rows
     choices = choices_made(args, cfg, place, fit)
     choices["activations"] = (args.dtype, dtype_reason)
     choices["compile"] = ("on" if compiled else "off", compile_reason)
     if compiled:
-        seconds = time.perf_counter() - started
-        choices["compiling took"] = (f"{seconds:.0f} s", "with the memory's test")
+        choices["compiling took"] = (f"{fit.seconds:.0f} s", "with the memory's test")
 
     # 3. what will happen
     run = Run(args, cfg, config, folder, place, steps, data, model, optimizer)

@@ -13,7 +13,9 @@ import torch
 
 from looped.machine import Place, environment
 from looped.memory import MemoryFit
+from looped.ops import attends_by_products
 from looped.settings import eval_depths
+from looped.validation import rows_asked
 
 
 def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
@@ -66,8 +68,7 @@ def validation_cost(run) -> str:
     args, cfg = run.args, run.cfg
     depths = eval_depths(args, cfg, final=False)
     times = (run.steps - 1) // args.eval_every
-    wanted = max(1, int(args.eval_tokens) // cfg.seq_len)  # rows
-    tokens = min(wanted, run.data.rows("val")) * cfg.seq_len
+    tokens = rows_asked(run.data, args.eval_tokens) * cfg.seq_len
     # what is not a loop, again for every further depth
     flops = flops_at(cfg, depths[-1]) + (len(depths) - 1) * flops_at(cfg, 1)
     flops /= 3  # a backward pass is two forward passes
@@ -87,7 +88,7 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit) -> dict:
     """{what: (value, reason)} of the settings that were not, or need not be, asked for."""
     processes = f"{place.world} process(es) of {torch.get_num_threads()} threads"
     attention = ("torch's", "its own order of kernels")
-    if place.device.type == "cpu" and args.dtype == "bfloat16" and cfg.seq_len <= 512:
+    if attends_by_products(place.device.type, getattr(torch, args.dtype), cfg.seq_len):
         attention = ("two matrix products", "the faster way for short bfloat16 rows on a CPU")
     chunk = f"{fit.loss_chunk} tokens" if fit.loss_chunk else "all tokens"
     chosen = {
@@ -97,7 +98,8 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit) -> dict:
         "loss chunk": (chunk, fit.chunk_reason),
     }
     if place.is_gpu:
-        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        allocator = " ".join(os.environ[name] for name in names if name in os.environ)
         why = f"at the deepest depth to be expected; {allocator}"
         chosen["memory"] = (f"peak {fit.peak:.1f} GiB", why)
     if fit.keeps_less:

@@ -37,7 +37,7 @@ def save_checkpoint(run: Path, step: int, model, optimizer, rank: int, keep_ever
     for name, p in model.state_dict().items():
         # the parameters are views of shared buffers: clone them, or each file would hold every
         # buffer's padding
-        weights[name] = p.cpu().clone()
+        weights[name] = p.to("cpu", copy=True)
     state = {"step": step, "config": asdict(model.cfg), "model": weights, "optimizer": moments}
     path = run / f"step_{step:07d}.pt"
     _pending.append(_writer.submit(write_checkpoint, path, state, keep_every))
@@ -51,6 +51,7 @@ def join_writer(wait: bool = True) -> None:
 
 def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
     """Writes it whole or not at all, then its checksum; then removes those that need not stay."""
+    checksum_file(path).unlink(missing_ok=True)  # of a damaged one, in whose place it comes
     try:
         write_atomic(path, lambda file: torch.save(state, file))
     except RuntimeError as e:

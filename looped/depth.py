@@ -146,7 +146,9 @@ def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
 
 
 def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, k) of rows at the depth that one draw in ten million exceeds: memory is tried with it."""
+    """(n, k) of rows at a depth that next to no draw exceeds, one in ten million of the Poisson laws: memory is
+    tried with it.
+    """
     return draw(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 0.999))
 
 

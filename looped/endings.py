@@ -73,6 +73,8 @@ def last_step_saved(run, step: int):
         if run.place.world == 1 or run.data.caught:
             run.save(step)
             join_writer()
+        if run.data.caught:
+            sys.exit(128 + run.data.caught[0])
         raise
 
 

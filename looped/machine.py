@@ -33,12 +33,14 @@ DEVICES = ("auto", "cuda", "mps", "cpu")
 COMPILE_STEPS = 1500  # from which compiling, some minutes, pays on a CPU (LOG.md)
 HANG = timedelta(minutes=5)  # that a rank waits for another; one that dies is noticed at once
 PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "A100": 312e12,
     "B200": 2250e12,
     "4090": 165e12,
-}  # dense bfloat16
+}  # dense bfloat16; the first whose name is part of the device's
 
 
 class Place(NamedTuple):
@@ -84,7 +86,8 @@ def distributed(name: str) -> Place:
         fail("--device mps is one GPU; start one process, or --device cpu")
     if device.type == "cuda":
         # Freed memory of one shape serves another: the loop's active rows change all the time.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        if "PYTORCH_ALLOC_CONF" not in os.environ:  # newer versions' name of the same
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         if local >= torch.cuda.device_count():
             fail(
                 f"--device cuda: process {local} finds {torch.cuda.device_count()} GPUs; "
@@ -97,6 +100,13 @@ def distributed(name: str) -> Place:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=HANG)
     return Place(rank, world, device)
+
+
+def take_from_first(model, place: Place) -> None:
+    """Gives every rank the first one's weights."""
+    if place.world > 1:
+        for p in model.parameters():
+            dist.broadcast(p.data, 0)
 
 
 def leave(place: Place) -> None:

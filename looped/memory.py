@@ -9,6 +9,7 @@ no kernel (results/rehearsal.md), and agrees with them within 10 % (tests/test_g
 import contextlib
 import gc
 import math
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -234,6 +235,7 @@ class MemoryFit:
     chunk_reason: str
     peak: float = 0.0  # GiB on a GPU, at the deepest depth to be expected
     keeps_less: bool = False  # for the backward pass
+    seconds: float = 0.0  # that finding it took, with all compiling
 
 
 def check_memory(cfg, optimizer: str, place: Place) -> None:
@@ -254,6 +256,7 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
 
     The first try is the largest that is predicted to fit; a try runs the warm-up, which must leave HEADROOM free.
     """
+    started = time.perf_counter()
     if model.is_compiled:
         place.say("compiling: some minutes, much less where torch's cache has these shapes")
     steps = possible_steps(model, optimizer, args, place, rows_given)
@@ -280,6 +283,7 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
         chunk_reason=chunk_reason(args, step.loss_chunk, place),
         peak=peak,
         keeps_less=step.keep_less,
+        seconds=time.perf_counter() - started,
     )
 
 

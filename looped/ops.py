@@ -40,15 +40,21 @@ def shift_keys(k, v):
     return torch.cat([fast, slow, fast_partner, slow_partner], dim=-1), v
 
 
+def attends_by_products(device: str, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether attention is two matrix products: for short bfloat16 rows on a CPU they take half the
+    time of torch's kernel (LOG.md).
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and tokens <= 512
+
+
 def attend(q, k, v, shift: Callable | None = None):
     """Causal attention on (B, H, T, K); shift: shift_values, shift_keys or None, applied first.
 
-    For short bfloat16 rows on a CPU two matrix products take half the time of torch's kernel
-    (LOG.md); scores are then rounded to bfloat16, as every other activation is.
+    As two matrix products, scores are rounded to bfloat16, as every other activation is.
     """
     if shift is not None:
         k, v = shift(k, v)
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or q.size(2) > 512:
+    if not attends_by_products(q.device.type, q.dtype, q.size(2)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     tokens = q.size(2)
     later = torch.full((tokens, tokens), -math.inf, dtype=q.dtype)

@@ -37,7 +37,7 @@ def sequence_keys(*parts: int, each, device=None) -> torch.Tensor:
 
 
 def uniforms(key: int, index: np.ndarray) -> np.ndarray:
-    """One float64 in (0, 1) for each index, a function of (key, index) alone."""
+    """One float64 in (0, 1] for each index, a function of (key, index) alone."""
     z = mix64(index.astype(np.uint64) ^ mix64(key & MASK))
     return ((z >> 11) + 0.5) * 2.0**-53
 
@@ -66,7 +66,7 @@ def hashed_normal(
     z = (z ^ logical_shift(z, 30)) * signed(FACTOR_1)
     z = (z ^ logical_shift(z, 27)) * signed(FACTOR_2)
     low = (z ^ (z >> 31)) & 0xFFFFFF
-    u = (low.to(torch.float32) + 0.5) * (2.0**-23) - 1.0  # (-1, 1)
+    u = (low.to(torch.float32) + 0.5) * (2.0**-23) - 1.0  # (-1, 1]
     root = math.sqrt(2)
     inside = u * math.erf(cut / root)
     x = torch.erfinv(inside) * (std * root)

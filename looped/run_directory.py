@@ -13,6 +13,8 @@ from looped.checkpoint import network_differences, newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
 from looped.files import LOCK, file_hash, take_lock, write_atomic
 from looped.machine import note_other_code, peak_flops, peak_memory
+from looped.settings import eval_depths
+from looped.validation import rows_asked
 
 # Settings that may change when a run is continued; all others decide its numbers.
 CHANGEABLE = {
@@ -124,11 +126,13 @@ def begun_dtype(run: Path) -> str | None:
     return None
 
 
-def is_finished(run: Path, depths: list[int]) -> bool:
-    """Whether the log ends with the final validation, at these depths."""
+def is_finished(run: Path, args, cfg, data) -> bool:
+    """Whether the log ends with the final validation, at the depths and on the tokens of args."""
+    names = {str(depth) for depth in eval_depths(args, cfg, final=True)}
+    tokens = rows_asked(data, args.eval_tokens) * cfg.seq_len
     with contextlib.suppress(OSError, *DAMAGE):
         last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
-        return last["final"] and last["loss"].keys() == {str(depth) for depth in depths}
+        return last["final"] and last["loss"].keys() == names and last["eval_tokens"] == tokens
     return False
 
 

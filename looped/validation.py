@@ -18,6 +18,14 @@ class HeldOut:
     tokens: float  # at most so many; math.inf: all
 
 
+def rows_asked(data, tokens: float) -> int:
+    """Validation rows of packed data that --eval-tokens means."""
+    there = data.rows("val")
+    if tokens >= there * data.seq_len:
+        return there
+    return max(1, int(tokens) // data.seq_len)
+
+
 @torch.no_grad()
 def validate(model, held_out: HeldOut, depths: list, batch: int, rank: int = 0, world: int = 1):
     """Mean loss over the first rows of the validation shard, independent of batch and ranks.
@@ -29,9 +37,7 @@ def validate(model, held_out: HeldOut, depths: list, batch: int, rank: int = 0, 
     """
     data = held_out.data
     device = held_out.sizes.device
-    rows = data.rows("val")
-    if held_out.tokens < rows * data.seq_len:
-        rows = max(1, int(held_out.tokens) // data.seq_len)
+    rows = rows_asked(data, held_out.tokens)
     sums_at = torch.device("cpu") if device.type == "mps" else device  # mps lacks float64
     # by depth: nats of all targets, nats of those with bytes, their bytes
     sums = torch.zeros(len(depths), 3, dtype=torch.float64, device=sums_at)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import muon
+from looped.machine import Place, take_from_first
 from model import PRESETS, Model
 from muon import POLAR_EXPRESS, AdamW, Muon, Optimizer, Rates, polar_express
 
@@ -219,6 +220,10 @@ def worker(rank, world, folder):
     muon.LARGE = 20
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world)
     result = updated(rank, world)
+    layer = torch.nn.Linear(3, 2)  # of random weights
+    torch.nn.init.constant_(layer.weight, rank)
+    take_from_first(layer, Place(rank, world, torch.device("cpu")))
+    assert (layer.weight == 0).all()
     if rank == 0:
         torch.save(result, folder / "out.pt")
     dist.destroy_process_group()

@@ -316,6 +316,11 @@ def test_resumed_is_bitwise_uninterrupted_and_a_finished_run_is_left_alone(
     here(packed, run, "--resume")
     assert "is finished" in capfd.readouterr().out
     assert before == contents(run)
+    here(
+        packed, run, "--resume", "--eval-tokens", "640"
+    )  # the wish for another validation is heard
+    last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+    assert last["final"] and last["eval_tokens"] == 640
 
 
 def begun_before(base, run, names):
@@ -537,7 +542,7 @@ def test_a_signal_while_a_run_waits_for_rows_saves_its_last_step(packed, tmp_pat
     while not p.stdout.readline().startswith("waiting for data"):
         assert p.poll() is None
     p.send_signal(signal.SIGTERM)
-    assert p.wait(60) == 2
+    assert p.wait(60) == 128 + signal.SIGTERM
     last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
     assert checkpoints(run)[-1].name == f"step_{last['step']:07d}.pt"
 

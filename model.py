@@ -105,9 +105,7 @@ class LoopInputs:
     """What a loop reads besides its state; tensors of two or more dimensions have its rows."""
 
     decay: torch.Tensor | None  # (D,) or (B, T, D), float32
-    write: (
-        torch.Tensor
-    )  # (B, T, D), the activations' dtype: what is added to the state, gain ⊙ (B e)
+    write: torch.Tensor  # (B, T, D), of the activations' dtype: gain ⊙ (B e), added to the state
     values: list  # (B, T, D) or None for each core layer: rows of its value table
 
     def map(self, change: Callable) -> "LoopInputs":

@@ -57,6 +57,13 @@ def run_cli(main):
     sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
         main()
+    except SystemExit as e:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed and distributed.is_initialized():
+            # Leaving a group that others have not left could hang, and the interpreter abort.
+            sys.stdout.flush()
+            os._exit(e.code)
+        raise
     except KeyboardInterrupt:
         sys.stdout.flush()
         # At once: a thread may be waiting for the network, and what is half done can be continued.

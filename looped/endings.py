@@ -30,8 +30,6 @@ def explain(e: Exception, args, progress: dict) -> None:
     where = f"rank {rank} of {world}, after step {progress['step']}"
     advice = f"last checkpoint: {saved}; the same command with --resume continues"
     print(f"error: {where}: {what}; {advice}", file=sys.stderr, flush=True)
-    if world > 1:
-        os._exit(1)  # leaving a broken group in order could hang
     sys.exit(1)
 
 

@@ -518,7 +518,7 @@ def test_bfloat16_loses_no_gradient_and_keeps_the_decay(residual):
     exact = gradients(model, model.loss(ids, targets, keys, *MIXED)[0])
     model.dtype, model.residual_dtype = torch.bfloat16, residual
     h, inputs = model.enter_loop(ids, keys)
-    assert h.dtype == inputs.write.dtype == (residual or torch.bfloat16)
+    assert h.dtype == (residual or torch.bfloat16) and inputs.write.dtype == torch.bfloat16
     assert inputs.decay.dtype == torch.float32 and model.hidden(ids, 2, keys).dtype == model.dtype
     rounded = gradients(model, model.loss(ids, targets, keys, *MIXED)[0])
     for name, g in exact.items():

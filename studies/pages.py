@@ -36,6 +36,7 @@ OVER_TRAINING = {  # panels over training: the column of the run's history
 NO_RUN = {"loss": {}, "curve": {"tokens": []}, "evals": [], "mu_rec": 0}
 DEPTHS = {1, 2, 4, 8, 12, 16, 24, 64}  # of the table of differences
 RUN_COLUMNS = {  # of a run's line, and how they are written
+    "arm": "",
     "run": "",
     "seed": "",
     "params": ",.0f",
@@ -219,16 +220,18 @@ def other_rules(score: dict) -> str:
     return "".join(f", {text}" for text in words)
 
 
-def run_table(lines: list[dict]) -> list[str]:
-    """A row for each training."""
+def run_table(arms: list[Arm]) -> list[str]:
+    """A row for each training; one that several arms share has the name of the last."""
     rows = {}
-    for line in lines:
-        path = Path(line["run"])
-        rows[path] = line | {
-            "run": path.name,
-            "validation_loss": loss_at(line, "mu"),
-            "ρ(Ā)": line["spectra"].get("rho"),
-        }
+    for arm in arms:
+        for line in lines_of([arm]):
+            path = Path(line["run"])
+            rows[path] = line | {
+                "arm": arm.name(),
+                "run": path.name,
+                "validation_loss": loss_at(line, "mu"),
+                "ρ(Ā)": line["spectra"].get("rho"),
+            }
     header, *body = records_table(list(rows.values()), RUN_COLUMNS)
     return ["## Runs", "", header.replace("_", " "), *body]
 
@@ -338,7 +341,7 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     text += draw(arms, experiment, Path(f"{args.out}.png"))
     text += score_table(arms)
     text += difference_table(tables, experiment)
-    text += run_table(lines)
+    text += run_table(arms)
     text += [*sorted({origin(line) for line in lines}), ""]
     save_page(args.out, text)
     good = [line for line in lines if not line["diverged_at"]]

@@ -142,5 +142,9 @@ def depth_plot(losses: list[dict[int, float]], ylabel: str) -> Plot:
         known = sorted(loss)
         values = [loss[depth] for depth in known]
         curves.append((np.log2(known), np.array(values, float)))
-    ticks = {"xticks": np.log2(depths), "xticklabels": depths}
+    labelled = depths[:1]
+    for depth in depths:
+        if depth >= 4 / 3 * labelled[-1]:  # closer ones would overlap
+            labelled.append(depth)
+    ticks = {"xticks": np.log2(labelled), "xticklabels": labelled}
     return Plot("depth, loops", ylabel, curves, ticks)

@@ -106,12 +106,17 @@ class Difference:
 
 
 def losses_of(arm: Arm, depth) -> pd.Series:
-    """By seed, without diverged runs; a flat model has its one loss at every depth."""
+    """By seed, without diverged runs; a run of one depth has its one loss at every depth."""
     losses = {}
     for seed, line in arm.runs.items():
         if not line["diverged_at"]:
-            losses[seed] = loss_at(line, depth if line["mu_rec"] else 0)
+            losses[seed] = loss_at(line, "mu" if has_one_depth(line) else depth)
     return pd.Series(losses, dtype=float)
+
+
+def has_one_depth(line: dict) -> bool:
+    """Whether a model is flat, or was trained with one loop and is used with one."""
+    return line["mu_rec"] < 2
 
 
 def differences(arms: list[Arm], experiment, depth) -> list[Difference]:
@@ -262,18 +267,24 @@ def curve(line: dict, kind: str) -> tuple:
     return values.index / 1e6, values.to_numpy(float)
 
 
+def drawn_losses(line: dict) -> dict[int, float]:
+    """{depth: loss} as `depth_plot` takes it; of a model of one depth {0: loss}, its level."""
+    if line["loss"] and has_one_depth(line):
+        return {0: loss_at(line, "mu")}
+    return line["loss"]
+
+
 def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
     """A plot of the first seeds' runs, or of the mean differences over seeds; an arm may have no
     run.
     """
     ylabel = f"{title}\n{kind}".strip()
     firsts = [(lines_of([arm]) or [NO_RUN])[0] for arm in arms]
-    losses = [line["loss"] for line in firsts]
     if kind == "loss by depth":
-        return depth_plot(losses, ylabel)
+        return depth_plot([drawn_losses(line) for line in firsts], ylabel)
     if kind == "difference by depth":
         means = {arm.name(): {} for arm in arms}
-        for depth in set().union(*losses):
+        for depth in set().union(*(line["loss"] for line in firsts)):
             for d in differences(arms, experiment, depth):
                 means[d.arm.name()][depth] = d.values.mean()
         return depth_plot(list(means.values()), ylabel)
@@ -298,7 +309,10 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
         shown = [members.get(name, Arm(name)) for name in names]
         for kind in experiment.panels:
             plots.append(plot_of(kind, shown, title, experiment))
-    caption = "Curves: the first seed's runs. Differences: mean over seeds."
+    caption = (
+        "Curves: the first seed's runs; one that was trained with one loop, or has none, is a "
+        "horizontal line against depth. Differences: mean over seeds."
+    )
     return figure(path, caption, list(names), plots)
 
 
@@ -307,7 +321,9 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
 
 def introduction(args, experiment, lines: list[dict]) -> list[str]:
     """What was run, and how to read the tables."""
-    ratios = sorted({f"{line['tokens_per_param']:.2g}" for line in lines}, key=float)
+    ratios = sorted({f"{line['tokens_per_param']:.0f}" for line in lines}, key=float)
+    if len(ratios) > 6:
+        ratios = [f"{ratios[0]} to {ratios[-1]}"]
     seeds = ", ".join(map(str, sorted({line["seed"] for line in lines})))
     unigram = lines[0]["unigram"] if lines else None
     return [

@@ -193,6 +193,21 @@ def test_paired_differences_and_the_sentence_by_hand():
     assert figures.plus_minus([1.5]) == "1.5000" and figures.plus_minus([]) == "–"
 
 
+def test_a_model_of_one_depth_has_one_loss_at_every_depth():
+    def arm(row, mu_rec, loss):
+        return Arm(row, runs={0: {"loss": loss, "mu_rec": mu_rec, "diverged_at": None}})
+
+    once = arm("once", 1, {1: 3.0, 2: 9.0})  # at two loops it is not used
+    flat_twin = arm("flat", 0, {0: 3.5})
+    looped = arm("looped", 2, {1: 4.0, 2: 3.25})
+    arms = [once, flat_twin, looped]
+    experiment = EXPERIMENTS["frame"]
+    for depth, more in ((1, [0.5, 1.0]), (2, [0.5, 0.25])):
+        assert [d.values.item() for d in pages.differences(arms, experiment, depth)] == more
+    curves = pages.plot_of("loss by depth", [*arms, Arm("not run")], "", experiment).curves
+    assert [list(y) for _, y in curves] == [[3.0, 3.0], [3.5, 3.5], [4.0, 3.25], []]
+
+
 def test_scores_stand_under_their_depth_and_a_flat_models_under_mu_rec():
     def run(depths, mu_rec):
         scores = [{"name": None, "panel": "core", "depth": d, "mean": m} for d, m in depths.items()]

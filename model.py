@@ -567,7 +567,7 @@ NANO = replace(
 )
 TINY = ModelConfig(vocab_size=4096, d_model=128, n_head=2, d_mlp=512)
 RDM_LARGE = ModelConfig(vocab_size=65536, seq_len=2048, d_model=1024, n_head=8, mu_rec=16)
-RDM_NANO = rdm_setup(SMALL, d_mlp=176)
+RDM_NANO = rdm_setup(replace(SMALL, token_shift=True), d_mlp=176)
 RDM_TINY = rdm_setup(TINY, d_mlp=352)
 RDM_100M = rdm_setup(RDM_LARGE, d_mlp=3520)
 RDM_LARGER = replace(RDM_LARGE, d_model=2048, n_head=16, n_core=2, mu_rec=8, mu_bwd=0)

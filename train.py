@@ -121,7 +121,7 @@ RECIPES = {
         tokens=10e9, batch_size=256, adam_lr=2e-4, muon_lr=0, optimizer="adamw", warmup=4096, cooldown=4096
     ),
     "rdm-nano": Recipe(
-        tokens=7.2e6, batch_size=16, adam_lr=1e-3, muon_lr=0, optimizer="adamw", warmup=50, eval_tokens=400e3
+        tokens=6.9e6, batch_size=16, adam_lr=6.4e-3, muon_lr=0, optimizer="adamw", warmup=50, eval_tokens=400e3
     ),
     "rdm-tiny": Recipe(
         tokens=30e6, batch_size=16, adam_lr=1e-3, muon_lr=0, optimizer="adamw", warmup=50, eval_tokens=400e3

@@ -51,7 +51,8 @@ def row_of_panels(count: int):
     image = Figure(figsize=(4.8 * count, 4.2), dpi=140, layout="constrained")
     row = image.subplots(1, count, squeeze=False)[0]
     for axes in row:
-        axes.set_prop_cycle(color=COLORS, marker=MARKERS)
+        # lists of 7 and 6: 42 pairs that differ
+        axes.set_prop_cycle(color=COLORS * 6, marker=MARKERS[:6] * 7)
     return image, row
 
 
@@ -80,13 +81,22 @@ def draw_isoflop(iso: dict, at_mu) -> Figure:
     parabolas.set(xlabel=label, ylabel=LOSS)
     draw_optima(best_mu, budgets, "mu", iso)
     draw_optima(best_tokens, budgets, "tokens", iso)
+    best_mu.set_yscale("log", base=2)
     best_mu.set_ylabel("best mu_rec")
     best_tokens.set_ylabel("best D (training tokens)")
     frontier.plot(budgets.budget, budgets.loss, "ko-", label="best mu_rec")
     fixed = iso["fixed_depth"]
     frontier.plot(fixed.keys(), fixed.values(), "ks--", label="fixed depth, mu_rec 1")
-    frontier.set(xscale="log", xlabel=BY_FLOPS, ylabel=LOSS)
+    frontier.set_ylabel(LOSS)
+    scale_by_flops(frontier, budgets)
     return image
+
+
+def scale_by_flops(axes, budgets: pd.DataFrame) -> None:
+    """A logarithmic axis of FLOPs whose ticks are the budgets."""
+    axes.set(xscale="log", xlabel=BY_FLOPS)
+    axes.set_xticks(budgets.budget, [f"{flops:.2g}" for flops in budgets.budget])
+    axes.set_xticks([], minor=True)
 
 
 def draw_optima(axes, budgets: pd.DataFrame, name: str, iso: dict) -> None:
@@ -104,7 +114,8 @@ def draw_optima(axes, budgets: pd.DataFrame, name: str, iso: dict) -> None:
         low, fit, high = low_fit_high(np.exp(log_k[:, None] + np.outer(exponents, np.log(flops))))
         axes.plot(flops, fit, "k-", label=f"C^{exponents[0]:.2f}")
         axes.fill_between(flops, low, high, color="0.9")
-    axes.set(xscale="log", yscale="log", xlabel=BY_FLOPS)
+    axes.set_yscale("log")
+    scale_by_flops(axes, budgets)
 
 
 def draw_law(fitted: laws.Fit, train) -> Figure:
@@ -153,7 +164,9 @@ def draw_unified(fitted: laws.Fit, held_out) -> Figure:
     for run, points in table.groupby("run"):
         depth = points.depth
         measured = (depth, points.loss)
-        color = points_and_curve(axes, Path(run).name, measured, (depth, points.law))
+        first = points.iloc[0]
+        label = f"mu_rec {first.mu_rec:g}, {first.tokens:.3g} tokens: {Path(run).name}"
+        color = points_and_curve(axes, label, measured, (depth, points.law))
         axes.plot(depth, points.oracle, ":", color=color)
     axes.set(xlabel=f"{BY_DEPTH}; solid: unified law, dotted: oracle", ylabel=LOSS)
     return image

@@ -194,7 +194,9 @@ class Fit:
     # (1 + RESAMPLES, 8) logs of all parameters: the fit, then the bootstrap over whole runs
     logs: np.ndarray
     errors: dict[str, float]  # percent, or sums of the Huber loss
-    held_out: dict = field(default_factory=dict)  # errors on runs that were not fitted
+    # the same of each budget in FLOPs, predicted from the others
+    without: dict[float, dict]
+    held_out: dict = field(default_factory=dict)  # the same of runs that were not fitted
 
 
 def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
@@ -210,12 +212,12 @@ def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
         found.append(problem.descend(best, sample, max_nfev=EXACT["max_nfev"]).x)
     logs = problem.logs(found)
     errors = prediction_errors(logs, rows)
-    for budget, unseen in rows.groupby("budget", sort=False):
+    without = {}
+    for budget, unseen in rows.groupby("budget"):
         others = problem.descend(best, (rows.budget != budget).to_numpy()).x
-        off = prediction_errors(problem.logs([others]), unseen)
-        errors[f"percent without {budget:.2g} FLOPs"] = off["percent"]
+        without[budget] = prediction_errors(problem.logs([others]), unseen)
     values = np.exp(logs[0, problem.index])
-    return Fit(dict(zip(law.free, values)), problem.at_bound(best), logs, errors)
+    return Fit(dict(zip(law.free, values)), problem.at_bound(best), logs, errors, without)
 
 
 def percent_off(guess, loss):

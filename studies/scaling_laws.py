@@ -113,6 +113,7 @@ def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
     if "test_time" in result:
         page += number_table("test-time law, mean over runs", result["test_time"]["table"])
     page += number_table("law", errors)
+    page += budget_table({name: result[name] for name in fitted})
     print(*page, sep="\n")
     out.mkdir(parents=True, exist_ok=True)
     (out / "fit.json").write_text(json.dumps(result, default=for_json), encoding="utf-8")
@@ -128,6 +129,20 @@ def number_table(name: str, rows: dict[str, dict]) -> list[str]:
     frame = pd.DataFrame.from_dict(rows, orient="index").dropna(axis="columns")
     frame.columns = frame.columns.str.replace("_", " ")
     return frame_table(frame.map("{:.3g}".format).rename_axis(name))
+
+
+def budget_table(fits: dict[str, laws.Fit]) -> list[str]:
+    """How far off each law is on each budget when it is fitted to the others alone."""
+    rows = {}
+    for name, fitted in fits.items():
+        row = rows[name] = {}
+        for budget, off in fitted.without.items():
+            row[f"{budget:.2g} FLOPs"] = f"{off['percent']:.2g} ({off['largest percent']:.2g})"
+    if not rows:
+        return []
+    frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("law")
+    head = "Each budget predicted from the others: percent off, mean (largest)."
+    return [head, "", *frame_table(frame)]
 
 
 def span(values) -> str:

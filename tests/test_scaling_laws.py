@@ -154,7 +154,7 @@ def test_paper_coefficients_are_recovered(size, tolerance):
     truth = dict(zip(laws.PARAMS, np.exp(laws.PAPER[preset][0, :5])))
     f = fitted(made(preset))
     assert f.law == pytest.approx(truth, rel=1e-5) and f.at_bound == []
-    assert max(f.errors.values()) < 1e-3  # in %, those on the budgets left out among them
+    assert max(f.errors.values()) < 1e-3  # in %
     N = laws.effective_params(laws.config_at(preset, 8))
     loss = laws.predict(laws.PAPER[preset], N, PAPER[preset].tokens)[0]
     f = fitted(made(preset, 0.002, seed=1), seed=1)
@@ -217,6 +217,12 @@ def test_unified_law_recovers_its_coefficients_needs_mu_and_predicts_runs_it_has
     expected = 600 * math.exp(-6) / rows.loss  # measured at T = mu, the floor holds Z e^-z too
     assert f.errors["oracle percent"] == pytest.approx(expected.mean(), rel=1e-3)
     assert f.errors["largest oracle percent"] == pytest.approx(expected.max(), rel=1e-3)
+    higher = rows.assign(loss=rows.loss * np.where(rows.flops > 8e18, 1.02, 1))
+    off = fitted(higher, "unified depth/mu").without
+    assert list(off) == [1e18, 4e18, 16e18] and off[1e18]["percent"] > 0.1
+    # the law of the other two budgets is the true one
+    assert off[16e18]["percent"] == pytest.approx(2 / 1.02, rel=1e-3)
+    assert off[16e18]["largest percent"] == pytest.approx(2 / 1.02, rel=1e-3)
     unseen = good(made(depths=(1, 2, 20), mus=(8,), budgets=(64e18,)))
     errors = laws.prediction_errors(f.logs, unseen)
     assert errors["largest percent"] < 1e-3
@@ -232,6 +238,7 @@ def test_all_figures_and_the_held_out_table_are_made(tmp_path):
     drawn = sorted(path.stem for path in (tmp_path / "out").glob("*.png"))
     assert drawn == ["isoflop", "test_time", "train", "unified"]
     text = (tmp_path / "out" / "fit.md").read_text()
+    assert "| law | 1e+18 FLOPs | 4e+18 FLOPs | 1.6e+19 FLOPs |" in text
     assert "| unified depth, held-out runs |" in text and "| fixed depth 1 |" in text
 
 

@@ -50,7 +50,7 @@ from looped.console import (
 from looped.core_tasks import open_panel
 from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
-from looped.endings import catch_signals, explain, last_step_saved, stop_diverged, stop_flag
+from looped.endings import catch_signals, explain, save_last_step, stop_diverged, stop_flag
 from looped.files import file_hash, read_checked
 from looped.machine import (
     DEVICES,
@@ -542,6 +542,17 @@ def finish_step(run: Run, finished: Finished) -> bool:
     return stop
 
 
+def awaited_batch(run: Run, step: int, pending: Finished | None):
+    """`next_batch`; where its rows do not come, records and saves the step before the run ends."""
+    try:
+        return next_batch(run.data, run.cfg, run.args, step, run.place)
+    except SystemExit:
+        if pending:
+            finish_step(run, pending)
+        save_last_step(run, step)
+        raise
+
+
 def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bool]:
     """The training loop; -> the last step, and whether a signal stopped it."""
     args, place = run.args, run.place
@@ -549,8 +560,7 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
     stopped = False
     step = first
     while step < end and not stopped:
-        with last_step_saved(run, step):
-            batch, about = next_batch(run.data, run.cfg, args, step, place)
+        batch, about = awaited_batch(run, step, pending)
         rates = schedule(step, run.steps, args)
         result = training_step(run.model, run.optimizer, batch, args.device_batch_size, rates)
         result["stop"] = stop_flag(run.data.caught, place)

@@ -59,21 +59,17 @@ def catch_signals() -> list[int]:
     return caught
 
 
-@contextlib.contextmanager
-def last_step_saved(run, step: int):
-    """Saves a run (train.py's Run) where the program ends inside, waiting for rows in vain or until a
-    signal. Of several ranks one alone may have failed, and saving waits for all: only after a
-    signal, which goes to all.
+def save_last_step(run, step: int) -> None:
+    """Saves a run (train.py's Run) that waited for rows in vain or until a signal, which ends it.
+
+    Of several ranks one alone may have failed, and saving waits for all: only after a signal, which
+    goes to all.
     """
-    try:
-        yield
-    except SystemExit:
-        if run.place.world == 1 or run.data.caught:
-            run.save(step)
-            join_writer()
-        if run.data.caught:
-            sys.exit(128 + run.data.caught[0])
-        raise
+    if run.place.world == 1 or run.data.caught:
+        run.save(step)
+        join_writer()
+    if run.data.caught:
+        sys.exit(128 + run.data.caught[0])
 
 
 def stop_diverged(run, step: int) -> None:

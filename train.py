@@ -45,6 +45,7 @@ from looped.console import (
     one_line,
     positive_float,
     positive_int,
+    refuse,
     run_cli,
 )
 from looped.core_tasks import open_panel
@@ -264,7 +265,7 @@ def recipe_of(preset: str) -> Recipe:
     """The recipe whose name ends the preset's, the longest if several do."""
     fitting = [name for name in RECIPES if f"-{preset}".endswith(f"-{name}")]
     if not fitting:
-        fail(f"--preset {preset} has no recipe: its name must end in one of {', '.join(RECIPES)}")
+        refuse(f"--preset {preset} has no recipe: its name must end in one of {', '.join(RECIPES)}")
     return RECIPES[max(fitting, key=len)]
 
 
@@ -282,7 +283,7 @@ def model_config(args) -> ModelConfig:
     try:
         return ModelConfig(**settings)
     except ValueError as e:
-        fail(str(e))
+        refuse(str(e))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -300,18 +301,18 @@ def open_data(args, cfg: ModelConfig, place: Place) -> PackedData:
         dist.barrier()
     if not (folder / "manifest.json").is_file():
         make = f"python dataloader.py pack --out {folder} …"
-        fail(f"--data {folder} holds no packed rows; make them with `{make}`")
+        refuse(f"--data {folder} holds no packed rows; make them with `{make}`")
     # a machine's ranks share the reading of its files
     local = int(os.environ.get("LOCAL_RANK", 0))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     data = PackedData(folder, check=(local, here))
     if file_hash(folder / "tokenizer.json") != data.manifest["tokenizer_sha256"]:
-        fail(f"{folder}/tokenizer.json is not the tokenizer of these rows; run pack again")
+        refuse(f"{folder}/tokenizer.json is not the tokenizer of these rows; run pack again")
     for key, want in (("seq_len", cfg.seq_len), ("vocab_size", cfg.vocab_size)):
         found = data.manifest[key]
         if found != want:
             advice = f"try {flag(key)} {found} or pack again"
-            fail(f"{folder} was packed with {key} {found}, the model has {want}; {advice}")
+            refuse(f"{folder} was packed with {key} {found}, the model has {want}; {advice}")
     return data
 
 

@@ -21,6 +21,16 @@ def fail(message):
     sys.exit(2)
 
 
+def refuse(message):
+    """`fail` for what all ranks of a node find, in their one command line or its files: the first of
+    them says it.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(1)  # torchrun ends all when one has ended
+        sys.exit(2)
+    fail(message)
+
+
 def note(message):
     """One line beside the output, from the first rank."""
     if os.environ.get("RANK", "0") == "0":
@@ -85,9 +95,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
 
     def error(self, message):
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            sys.exit(2)  # a node's ranks have one command line: its first says what is wrong
-        fail(f"{message}; {self.prog} --help lists the flags")
+        refuse(f"{message}; {self.prog} --help lists the flags")
 
 
 def number(kind, low, high, wanted):

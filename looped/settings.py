@@ -5,7 +5,7 @@ together.
 import math
 from importlib.util import find_spec
 
-from looped.console import counts, fail, flag
+from looped.console import counts, flag, refuse
 from looped.memory import device_batches
 
 DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for
@@ -42,11 +42,11 @@ def settle(args, cfg, recipe, world: int) -> int:
     recipe: train.py's Recipe, whose fields are defaults of the flags of their names.
     """
     if args.tokens is not None and args.flops is not None:
-        fail("--tokens and --flops both set the length of the run; give one of them")
+        refuse("--tokens and --flops both set the length of the run; give one of them")
     if args.flops is not None:
         args.tokens = args.flops / cfg.flops_per_token()
     if args.wandb and not find_spec("wandb"):
-        fail("--wandb needs the package wandb; pip install wandb, or leave it out")
+        refuse("--wandb needs the package wandb; pip install wandb, or leave it out")
     settle_optimizer(args, recipe)
     for name, default in vars(recipe).items():
         if getattr(args, name) is None:
@@ -58,7 +58,7 @@ def settle(args, cfg, recipe, world: int) -> int:
         length = f"--tokens {args.tokens:g} is"
         if args.flops is not None:
             length = f"--flops {args.flops:g} is {args.tokens:g} tokens,"
-        fail(f"{length} less than {step}")
+        refuse(f"{length} less than {step}")
     check_ramps(args, steps)
     settle_evaluation(args, cfg, steps)
     return steps
@@ -71,13 +71,13 @@ def settle_optimizer(args, recipe) -> None:
         for name in MUON_FLAGS:
             if getattr(args, name) is not None:
                 why = f"is Muon's, and has no meaning with --optimizer {optimizer}; leave it out"
-                fail(f"{flag(name)} {why}")
+                refuse(f"{flag(name)} {why}")
         args.momentum_warmup = 0
     if args.weight_decay is None:
         args.weight_decay = 0.0 if optimizer == "adamw" else 0.2
     if optimizer == "muon" and args.muon_lr is None and recipe.muon_lr == 0:
         why = f"the recipe of {args.preset} has none; try --muon-lr 8e-3"
-        fail(f"--optimizer muon needs a rate, and {why}")
+        refuse(f"--optimizer muon needs a rate, and {why}")
 
 
 def settle_batch(args, world: int) -> None:
@@ -89,7 +89,7 @@ def settle_batch(args, world: int) -> None:
     unit = world * args.device_batch_size
     if args.batch_size % unit:
         fits = math.ceil(args.batch_size / unit) * unit
-        fail(
+        refuse(
             f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = "
             f"{world} × {args.device_batch_size}; try {fits}"
         )
@@ -107,7 +107,7 @@ def check_ramps(args, steps: int) -> None:
     warmup = ramp_steps(args.warmup, steps)
     cooldown = ramp_steps(args.cooldown, steps)
     if warmup + cooldown > steps:
-        fail(
+        refuse(
             f"--warmup {args.warmup:g} and --cooldown {args.cooldown:g} are {warmup:g} and "
             f"{cooldown:g} steps, more than the run's {steps}: the learning rates would not reach "
             "their peaks; try --warmup 0.1 --cooldown 0.5"
@@ -116,15 +116,15 @@ def check_ramps(args, steps: int) -> None:
 
 def settle_evaluation(args, cfg, steps: int) -> None:
     if args.eval_tokens < cfg.seq_len:
-        fail(f"--eval-tokens {args.eval_tokens:g} is less than a row of {cfg.seq_len} tokens")
+        refuse(f"--eval-tokens {args.eval_tokens:g} is less than a row of {cfg.seq_len} tokens")
     if args.eval_every == 0:
         args.eval_every = math.ceil(steps / 5)
     if args.eval_depths and max(args.eval_depths) > MAX_MU_REC:
-        fail(f"--eval-depths {max(args.eval_depths)} is more than {MAX_MU_REC:,}")
+        refuse(f"--eval-depths {max(args.eval_depths)} is more than {MAX_MU_REC:,}")
     if args.bundle and not args.core_every:
-        fail("--bundle has no meaning without --core-every; add it, or leave --bundle out")
+        refuse("--bundle has no meaning without --core-every; add it, or leave --bundle out")
     if args.checkpoint_loops and cfg.n_core == 0:
-        fail("--checkpoint-loops has no meaning with --n-core 0: no loop; leave it out")
+        refuse("--checkpoint-loops has no meaning with --n-core 0: no loop; leave it out")
 
 
 def eval_depths(args, cfg, final: bool) -> list[int]:
@@ -139,7 +139,7 @@ def check_meaning(preset: str, given: dict, settings: dict) -> None:
     """Refuses flags that were given and would change nothing in a network of these settings."""
     meaningless = [flag(name) for name in given if name in LOOP_FLAGS]
     if settings["n_core"] == 0 and meaningless:
-        fail(
+        refuse(
             f"{' '.join(meaningless)} has no meaning for --preset {preset} with --n-core 0: "
             "no loop; try --n-core 1 --mu-rec 8"
         )
@@ -147,12 +147,12 @@ def check_meaning(preset: str, given: dict, settings: dict) -> None:
     meaningless = [flag(name) for name in DIAGONAL_FLAGS if name in given]
     if injection != "diagonal" and meaningless:
         why = f"has no meaning with --injection {injection}, only with diagonal; leave it out"
-        fail(f"{' '.join(meaningless)} {why}")
+        refuse(f"{' '.join(meaningless)} {why}")
     if "streams" in given and mechanism != "hyper":
-        fail(f"--streams has no meaning with --mechanism {mechanism}; try --mechanism hyper")
+        refuse(f"--streams has no meaning with --mechanism {mechanism}; try --mechanism hyper")
     whole = settings["sampling"] == "poisson-full"
     if whole and "mu_bwd" in given and given["mu_bwd"] not in (0, settings["mu_rec"]):
         why = "has no meaning with --sampling poisson-full: all loops carry gradient; leave it out"
-        fail(f"--mu-bwd {given['mu_bwd']} {why}")
+        refuse(f"--mu-bwd {given['mu_bwd']} {why}")
     if settings["mu_rec"] > MAX_MU_REC:
-        fail(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")
+        refuse(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")

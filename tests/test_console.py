@@ -60,3 +60,11 @@ def test_waiting_has_an_end(capsys):
     console.wait_until(third_time, 0.1, "it")
     refused(capsys, lambda: console.wait_until(lambda: False, 0.05, "it"), "waited 0.05 s for it")
     refused(capsys, lambda: console.wait_until(lambda: False, 9, "it", [15]), "ended by a signal")
+
+
+def test_a_nodes_first_rank_speaks_for_all(monkeypatch, capsys):
+    for rank, said in (("1", ""), ("0", "error: a bad flag\n")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            console.refuse("a bad flag")
+        assert end.value.code == 2 and capsys.readouterr().err == said

@@ -55,10 +55,12 @@ from looped.endings import catch_signals, explain, save_last_step, stop_diverged
 from looped.files import file_hash, read_checked
 from looped.machine import (
     DEVICES,
+    Arriving,
     Place,
     best_dtype,
     choose_compile,
     distributed,
+    from_device,
     leave,
     take_from_first,
     to_device,
@@ -501,20 +503,7 @@ class Finished:
     """
 
     entry: dict
-    names: list[str]
-    values: torch.Tensor
-    arrived: torch.cuda.Event | None  # when they are there; None: they are
-
-
-def fetch(entry: dict, numbers: dict, place: Place) -> Finished:
-    """Sets a step's numbers, scalars on the device, on their way."""
-    values = torch.stack(list(numbers.values()))
-    arrived = None
-    if place.is_gpu:
-        values = values.to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-    return Finished(entry, list(numbers), values, arrived)
+    numbers: Arriving
 
 
 def finish_step(run: Run, finished: Finished) -> bool:
@@ -522,9 +511,7 @@ def finish_step(run: Run, finished: Finished) -> bool:
 
     Ends the run after too many steps without a finite loss or gradient.
     """
-    if finished.arrived:
-        finished.arrived.synchronize()
-    numbers = dict(zip(finished.names, finished.values.tolist(), strict=True))
+    numbers = finished.numbers.wait()
     stop = numbers.pop("stop") > 0
     norm2 = numbers.pop("grad_norm2")
     good = math.isfinite(norm2) and math.isfinite(numbers["loss"])
@@ -576,7 +563,7 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
             "lr_multiple": rates.lr,
             **about,
         }
-        pending = fetch(entry, result, place)
+        pending = Finished(entry, from_device(result, place))
         join_writer(wait=False)
         if step == first + 20:  # collections would stall all ranks
             gc.collect()

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -223,6 +224,32 @@ def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+@dataclass
+class Arriving:
+    """Scalars on their way from the device."""
+
+    names: list[str]
+    values: torch.Tensor
+    arrived: torch.cuda.Event | None  # None: they are there
+
+    def wait(self) -> dict[str, float]:
+        """The numbers, by name."""
+        if self.arrived:
+            self.arrived.synchronize()
+        return dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+def from_device(numbers: dict[str, torch.Tensor], place: Place) -> Arriving:
+    """Sets scalars on the device on their way; a GPU goes on working meanwhile."""
+    values = torch.stack(list(numbers.values()))
+    arrived = None
+    if place.is_gpu:
+        values = values.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    return Arriving(list(numbers), values, arrived)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -101,6 +102,47 @@ def distributed(name: str) -> Place:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=HANG)
     return Place(rank, world, device)
+
+
+def core_ticks(stat: Path = Path("/proc/stat")) -> dict[int, np.ndarray]:
+    """Of each core that this process may use: ticks at rest, ticks in all. Linux only."""
+    ticks = {}
+    for line in stat.read_text().splitlines():
+        name, *counts = line.split()
+        number = name.removeprefix("cpu")
+        if number.isdigit() and int(number) in os.sched_getaffinity(0):
+            counts = np.array(counts[:8], int)  # user, nice, system, idle, iowait, …, steal
+            ticks[int(number)] = np.array([counts[3] + counts[4], counts.sum()])
+    return ticks
+
+
+def cores_at_rest(before: dict, after: dict) -> int:
+    """How many cores rested for most of the time between two `core_ticks`."""
+    count = 0
+    for core in before.keys() & after.keys():
+        resting, total = after[core] - before[core]
+        if resting > total / 2:
+            count += 1
+    return count
+
+
+def spare_busy_cores(place: Place) -> None:
+    """On a CPU: no thread for a core on which another program is at work. Threads wait for each
+    other, so one that shares its core holds up all (results/cpu.md).
+    """
+    if place.device.type != "cpu" or place.world > 1 or "OMP_NUM_THREADS" in os.environ:
+        return
+    try:
+        before = core_ticks()
+        time.sleep(0.25)
+        free = max(1, cores_at_rest(before, core_ticks()))
+    except (OSError, AttributeError):  # not Linux
+        return
+    threads = torch.get_num_threads()
+    if free < threads:
+        torch.set_num_threads(free)
+        all_cores = f"OMP_NUM_THREADS={threads} takes all cores"
+        note(f"{free} thread(s), since other programs are at work here; {all_cores}")
 
 
 def take_from_first(model, place: Place) -> None:

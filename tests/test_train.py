@@ -391,6 +391,23 @@ def test_resume_on_another_number_of_ranks(base, packed, tmp_path):
     assert_close(log(base), log(run))
 
 
+def test_cores_at_rest_are_counted_from_the_systems_ticks(tmp_path, monkeypatch):
+    """Ticks: user, nice, system, idle, iowait, irq, softirq, steal, guest, guest nice."""
+    before = tmp_path / "before"
+    before.write_text(
+        "cpu 9 9 9 9 9 9 9 9 9 9\ncpu0 5 0 5 90 0 0 0 0 0 0\ncpu1 50 0 0 50 0 0 0 0 0 0\n"
+        "cpu2 0 0 0 100 0 0 0 0 0 0\ncpu7 0 0 0 100 0 0 0 0 0 0\nintr 12345 0\n"
+    )
+    after = tmp_path / "after"
+    after.write_text(  # at rest; busy; taken by another guest of the host; not ours
+        "cpu 9 9 9 9 9 9 9 9 9 9\ncpu0 5 0 6 110 3 0 0 0 0 0\ncpu1 74 0 0 51 0 0 0 0 9 9\n"
+        "cpu2 0 0 0 110 0 0 0 15 0 0\ncpu7 0 0 0 125 0 0 0 0 0 0\nintr 12399 0\n"
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    assert machine.cores_at_rest(machine.core_ticks(before), machine.core_ticks(after)) == 1
+    assert machine.cores_at_rest(machine.core_ticks(before), machine.core_ticks(before)) == 0
+
+
 def test_all_ranks_stop_together_when_one_is_asked_to_in_the_last_step(packed, tmp_path):
     script = tmp_path / "signalled.py"
     script.write_text(f"""

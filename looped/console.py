@@ -10,6 +10,7 @@ import re
 import resource
 import sys
 import time
+import traceback
 
 # What a file that is not what it should be can raise when it is read.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -66,20 +67,36 @@ def run_cli(main):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
-        main()
+        try:
+            main()
+        except OSError as e:
+            fail(f"{e.filename or ''} {e.strerror or e}".strip())
     except SystemExit as e:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed and distributed.is_initialized():
-            # Leaving a group that others have not left could hang, and the interpreter abort.
-            sys.stdout.flush()
-            os._exit(e.code)
+        if is_rank():
+            end_now(e.code)
         raise
     except KeyboardInterrupt:
-        sys.stdout.flush()
-        # At once: a thread may be waiting for the network, and what is half done can be continued.
-        os._exit(130)
-    except OSError as e:
-        fail(f"{e.filename or ''} {e.strerror or e}".strip())
+        # a thread may be waiting for the network, and what is half done can be continued
+        end_now(130)
+    except Exception:
+        if is_rank():
+            traceback.print_exc()
+            end_now(1)
+        raise
+
+
+def is_rank() -> bool:
+    """Whether this process is in a group of ranks. Leaving one that others have not left could hang,
+    and the interpreter abort: `end_now`.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
+
+
+def end_now(code: int) -> None:
+    """Ends the process without the interpreter's own end."""
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def flag(name: str) -> str:

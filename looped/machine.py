@@ -136,7 +136,7 @@ def spare_busy_cores(place: Place) -> None:
         before = core_ticks()
         time.sleep(0.25)
         free = max(1, cores_at_rest(before, core_ticks()))
-    except (OSError, AttributeError):  # not Linux
+    except (OSError, AttributeError, ValueError):  # not Linux
         return
     threads = torch.get_num_threads()
     if free < threads:

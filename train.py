@@ -62,7 +62,7 @@ from looped.machine import (
     distributed,
     from_device,
     leave,
-    spare_busy_cores,
+    note_busy_cores,
     take_from_first,
     to_device,
 )
@@ -683,7 +683,7 @@ def train(args, progress: dict) -> None:
     # 1. settings, ranks, data, run directory
     cfg = model_config(args)
     place = distributed(args.device)
-    spare_busy_cores(place)
+    note_busy_cores(place)
     args.device = place.device.type
     rows_given = args.device_batch_size is not None
     steps = settle(args, cfg, recipe_of(args.preset), place.world)

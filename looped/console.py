@@ -27,7 +27,7 @@ def refuse(message):
     them says it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # torchrun ends all when one has ended
+        time.sleep(1)  # the first speaks before torchrun, seeing one end, ends all
         sys.exit(2)
     fail(message)
 

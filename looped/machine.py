@@ -126,9 +126,10 @@ def cores_at_rest(before: dict, after: dict) -> int:
     return count
 
 
-def spare_busy_cores(place: Place) -> None:
-    """On a CPU: no thread for a core on which another program is at work. Threads wait for each
-    other, so one that shares its core holds up all (results/cpu.md).
+def note_busy_cores(place: Place) -> None:
+    """On a CPU: says where other programs are at work on cores that this one has threads for. Threads
+    wait for each other, so one that shares its core holds up all (results/cpu.md). Their number is
+    left alone: it changes rounding, and what else runs here must not.
     """
     if place.device.type != "cpu" or place.world > 1 or "OMP_NUM_THREADS" in os.environ:
         return
@@ -138,11 +139,9 @@ def spare_busy_cores(place: Place) -> None:
         free = max(1, cores_at_rest(before, core_ticks()))
     except (OSError, AttributeError, ValueError):  # not Linux
         return
-    threads = torch.get_num_threads()
-    if free < threads:
-        torch.set_num_threads(free)
-        all_cores = f"OMP_NUM_THREADS={threads} takes all cores"
-        note(f"{free} thread(s), since other programs are at work here; {all_cores}")
+    if free < torch.get_num_threads():
+        cost = "which can make this run several times slower"
+        note(f"other programs are at work here, {cost}; try OMP_NUM_THREADS={free}")
 
 
 def take_from_first(model, place: Place) -> None:

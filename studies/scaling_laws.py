@@ -135,9 +135,10 @@ def budget_table(fits: dict[str, laws.Fit]) -> list[str]:
     """How far off each law is on each budget when it is fitted to the others alone."""
     rows = {}
     for name, fitted in fits.items():
-        row = rows[name] = {}
+        rows[name] = {}
         for budget, off in fitted.without.items():
-            row[f"{budget:.2g} FLOPs"] = f"{off['percent']:.2g} ({off['largest percent']:.2g})"
+            said = f"{off['percent']:.2g} ({off['largest percent']:.2g})"
+            rows[name][f"{budget:.2g} FLOPs"] = said
     if not rows:
         return []
     frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("law")

@@ -115,8 +115,9 @@ def losses_of(arm: Arm, depth) -> pd.Series:
 
 
 def has_one_depth(line: dict) -> bool:
-    """Whether a model is flat, or was trained with one loop and is used with one."""
-    return line["mu_rec"] < 2
+    """Whether a model is flat, or was always trained with one loop and is used with one."""
+    once = line["mu_rec"] == 1 and line["settings"]["sampling"] == "fixed"
+    return line["mu_rec"] == 0 or once
 
 
 def differences(arms: list[Arm], experiment, depth) -> list[Difference]:
@@ -350,7 +351,8 @@ def write_page(args, tables: list[list[Arm]]) -> None:
         fail(f"no finished run of {args.name} to show; {args.out}.md is left as it is")
     text = introduction(args, experiment, lines)
     for part in tables:
-        text += source_table(part, experiment.unit)
+        shown = [arm for arm in part if arm.runs or arm.source]
+        text += source_table(shown, experiment.unit)
         said = [sentence(d, experiment.unit) for d in differences(part, experiment, "mu")]
         if said:
             text += [*said, ""]

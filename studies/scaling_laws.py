@@ -97,7 +97,7 @@ def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
     result = fit_all(rows, left, held_out)
     page = [f"# Fits of {rows.run.nunique()} runs", "", "[95 % interval], by bootstrap.", ""]
     if result["isoflop"]["budgets"]:
-        page += isoflop_table(result["isoflop"])
+        page += isoflop_table(result["isoflop"]) + equal_tokens_table(rows)
     inside = [found["inside"] for found in result["isoflop"]["budgets"]]
     for name, line in result["isoflop"]["power_laws"].items():
         of = f"{sum(inside)} of {len(inside)} budgets have their minimum inside the grid"
@@ -120,6 +120,28 @@ def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
     page += [f"![]({name}.png)" for name in law_figures.draw_all(result, rows, held_out, out)]
     (out / "fit.md").write_text("\n".join(page), encoding="utf-8")
     return result
+
+
+def equal_tokens_table(rows: pd.DataFrame) -> list[str]:
+    """By how much looped runs end below one loop in training of as many tokens."""
+    at_mu = rows[rows.depth == rows.mu_rec]
+    once = at_mu[at_mu.mu_rec == 1].sort_values("tokens")
+    looped = at_mu[at_mu.mu_rec > 1]
+    if len(once) < 2:
+        return []
+    beyond = {"left": np.nan, "right": np.nan}
+    level = np.interp(np.log(looped.tokens), np.log(once.tokens), once.loss, **beyond)
+    gains = looped.assign(gain=level - looped.loss).dropna()
+    if gains.empty:
+        return []
+    cells = gains.gain.map("{:.4f}".format) + gains.tokens.map(" at {:.2g}".format)
+    frame = gains.assign(cell=cells, budget=gains.budget.map("{:.2g} FLOPs".format))
+    shown = frame.pivot_table("cell", "mu_rec", "budget", aggfunc="; ".join, sort=False)
+    head = (
+        "At equal tokens: nats that loops in training gain over one, at so many tokens; one's loss "
+        "is interpolated in the logarithm of tokens between its runs."
+    )
+    return [head, "", *frame_table(shown)]
 
 
 def number_table(name: str, rows: dict[str, dict]) -> list[str]:

@@ -194,10 +194,12 @@ def test_paired_differences_and_the_sentence_by_hand():
 
 
 def test_a_model_of_one_depth_has_one_loss_at_every_depth():
-    def arm(row, mu_rec, loss):
-        return Arm(row, runs={0: {"loss": loss, "mu_rec": mu_rec, "diverged_at": None}})
+    def arm(row, mu_rec, loss, law="poisson-full"):
+        line = {"loss": loss, "mu_rec": mu_rec, "settings": {"sampling": law}, "diverged_at": None}
+        return Arm(row, runs={0: line})
 
-    once = arm("once", 1, {1: 3.0, 2: 9.0})  # at two loops it is not used
+    once = arm("once", 1, {1: 3.0, 2: 9.0}, "fixed")  # at two loops it is not used
+    assert not pages.has_one_depth(arm("looped at times", 1, {}).runs[0])
     flat_twin = arm("flat", 0, {0: 3.5})
     looped = arm("looped", 2, {1: 4.0, 2: 3.25})
     arms = [once, flat_twin, looped]
@@ -247,8 +249,7 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
         shown = next(line for line in text.splitlines() if line.startswith(f"| {row} "))
         assert all(f"{final['loss'][depth]:.4f}" in shown for depth in (1, 4, 8)), shown
         assert len(lines[injection]["curve"]["loss"]) == 12
-    assert "| + constrained Ā | – | 8.99 |" in text
-    assert "Training tokens a parameter: 0." in text
+    assert "| + constrained Ā | – | 8.99 |" in text and "Training tokens a parameter: 0." in text
     assert (here / "results/x.1.png").stat().st_size > 5000
     rho = load_run(here / lines["diagonal"]["run"])[0].spectra()["rho"]
     assert lines["diagonal"]["spectra"]["rho"] == pytest.approx(rho, rel=1e-5)
@@ -306,7 +307,8 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
         "Paper-style, decay 0.447, 20 tokens/parameter, euler",
     ]
     experiments.main([*gains, "--", *SIZES, *wild])
-    assert "diverges at step" in (here / "results/x.1.md").read_text()
+    text = (here / "results/x.1.md").read_text()
+    assert "diverges at step" in text and "decay 0.9" not in text  # which has no run and no source
 
 
 def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):

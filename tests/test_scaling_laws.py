@@ -183,6 +183,18 @@ def test_parabolas_and_power_laws_are_recovered():
     assert iso["fixed_depth"] == dict.fromkeys(budgets, 9.0)  # beside the parabola, not in it
 
 
+def test_gain_at_equal_tokens_is_that_over_one_loop_between_its_runs():
+    """One loop ends at 9 - ln D, so eight at 8.7 - ln D gain 0.3, wherever one loop's runs surround D."""
+    rows = made(mus=(1, 8), budgets=(1e18, 4e18, 16e18))
+    rows["loss"] = np.where(rows.mu_rec == 8, 8.7, 9) - np.log(rows.tokens / 1e9)
+    *_, row, end = scaling_laws.equal_tokens_table(good(rows))
+    looped = rows[rows.mu_rec == 8].tokens
+    between = looped[looped > rows[rows.mu_rec == 1].tokens.min()]
+    assert 0 < len(between) < 3 and end == ""
+    assert row == f"| 8 | {' | '.join(f'0.3000 at {D:.2g}' for D in between)} |"
+    assert scaling_laws.equal_tokens_table(good(rows[rows.mu_rec == 8])) == []
+
+
 def test_exponential_curve_is_recovered_and_beats_its_rivals():
     rows = []
     for mu in (2, 6, 8, 12):

@@ -1,9 +1,10 @@
 """
 What a training step takes of memory: predicted, tried before the first step, and made to fit.
 
-B rows, T tokens a row, D width, V vocabulary; a "block application" is one block run once, with gradient if not said
-otherwise. The formula was fitted to the peaks that torch's allocator saw beside a stand-in for the GPU's driver, which runs
-no kernel (results/rehearsal.md), and agrees with them within 10 % (tests/test_gpu.py).
+B rows, T tokens a row, D width, V vocabulary; a "block application" is one block run once, with
+gradient if not said otherwise. The formula was fitted to the peaks that torch's allocator saw
+beside a stand-in for the GPU's driver, which runs no kernel (results/rehearsal.md), and agrees with
+them within 10 % (tests/test_gpu.py).
 """
 
 import contextlib
@@ -28,26 +29,27 @@ HEADROOM = 0.08  # of the free memory: fragments of the allocator, what librarie
 CHUNK = 8192  # tokens whose logits exist at once on a GPU that cannot hold all
 CPU_CHUNK = 256
 
-# Numbers that a block application keeps for the backward pass, per token: so many times D for norms, attention and
-# residuals, and so many times the MLP's width. relu²: its argument and its value; SwiGLU: both factors and their
-# product.
+# Numbers that a block application keeps for the backward pass, per token: so many times D for
+# norms, attention and residuals, and so many times the MLP's width. relu²: its argument and its
+# value; SwiGLU: both factors and their product.
 KEPT_BESIDE_MLP = 11.2
 KEPT_OF_MLP = {"relu2": 2.0, "swiglu": 3.0}
 INTO_MLP = {"relu2": 1, "swiglu": 2}  # matrices
 # The same where less is kept (keep_less).
 LESS_BESIDE_MLP = 7.1
 LESS_OF_MLP = {"relu2": 1.0, "swiglu": 2.0}
-# Where a device batch of at most so many tokens does not fit, the same batch is tried with less kept for the backward
-# pass before a smaller one is; larger batches are made smaller at once.
+# Where a device batch of at most so many tokens does not fit, the same batch is tried with less
+# kept for the backward pass before a smaller one is; larger batches are made smaller at once.
 FEW_TOKENS = 16_384
 ROUNDING = 1.02  # what the allocator rounds up, and small buffers
-# Bytes of a logit where nothing is compiled. All at once: log-probabilities and two gradients in float32; of a chunk:
-# the logits, and in float32 their copy, the probabilities and what these become.
+# Bytes of a logit where nothing is compiled. All at once: log-probabilities and two gradients in
+# float32; of a chunk: the logits, and in float32 their copy, the probabilities and what these
+# become.
 EAGER_LOGIT = 12
 EAGER_CHUNK_LOGIT = 13
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Prediction
 
 
@@ -86,7 +88,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """Matrices of one shape, which Muon updates together; on several ranks a third of a large stack at a time."""
+    """Matrices of one shape, which Muon updates together; on several ranks a third at a time."""
 
     count: int
     rows: int
@@ -102,7 +104,7 @@ def of_mlp(table: dict, cfg):
 
 
 def matrix_stacks(cfg) -> list[MatrixStack]:
-    """The blocks' matrices by shape: attention's four; the MLP's into its width (two with SwiGLU) and out of it."""
+    """The blocks' matrices by shape: attention's; into the MLP's width; and out of it."""
     layers = cfg.n_layer()
     into_mlp = of_mlp(INTO_MLP, cfg)
     return [
@@ -122,8 +124,9 @@ def other_parameters(cfg) -> int:
 def predict_memory(cfg, step: Step) -> Memory:
     """The peak by part, at the deepest depth to be expected.
 
-    Every device keeps all weights and gradients in float32; of the two moments its part, and with several devices a
-    buffer for that part of the reduced gradient. Muon's second moment is one number a row or column: left out.
+    Every device keeps all weights and gradients in float32; of the two moments its part, and with
+    several devices a buffer for that part of the reduced gradient. Muon's second moment is one
+    number a row or column: left out.
     """
     others = other_parameters(cfg)
     stacks = matrix_stacks(cfg)
@@ -140,8 +143,8 @@ def predict_memory(cfg, step: Step) -> Memory:
     parameters = others + (sum(by_muon) or sum(stack.numbers() for stack in stacks))
     by_adamw = parameters - sum(by_muon)
     state = parameters + by_adamw + (parameters if step.world > 1 else 0)
-    # AdamW's largest buffer, a table: compiled, the gradient's square for its norm; else its steps; and with update
-    # clipping two more. Four copies of Muon's largest buffer.
+    # AdamW's largest buffer, a table: compiled, the gradient's square for its norm; else its steps;
+    # and with update clipping two more. Four copies of Muon's largest buffer.
     copies = 1 if step.compiled else 3
     if step.optimizer == "adamw":
         copies += 2
@@ -178,7 +181,7 @@ def activation_bytes(cfg, step: Step) -> float:
         kept += (step.residual_bytes - step.number_bytes) * tokens * residual
     if step.number_bytes == 4:
         return kept
-    # copies of the weights: one of the core's for all loops, and uncompiled, one for every other use
+    # copies of the weights: one of the core's for all loops; uncompiled, one for every other use
     once = 0 if step.checkpoint_loops else cfg.n_core
     if step.compiled:
         copies = once * cfg.block_matmul()
@@ -189,7 +192,7 @@ def activation_bytes(cfg, step: Step) -> float:
 
 
 def kept_by_mechanism(cfg, without: int, loops: int) -> float:
-    """Numbers per token that a loop mechanism keeps beside the plain loop (looped/mechanisms.py; not fitted)."""
+    """Numbers per token that a loop mechanism keeps beside the plain loop's (not fitted)."""
     if cfg.mechanism == "hyper":
         return cfg.d_model * (cfg.streams + (cfg.streams + 2) * loops)
     if cfg.mechanism == "attnres":
@@ -198,7 +201,7 @@ def kept_by_mechanism(cfg, without: int, loops: int) -> float:
 
 
 def logit_bytes(cfg, step: Step) -> float:
-    """Bytes of a micro-batch's logits; or of a chunk's logits, its probabilities and the head's gradient."""
+    """Bytes of a micro-batch's logits; or of a chunk's, its probabilities and head gradient."""
     tokens = step.rows * cfg.seq_len
     if step.loss_chunk == 0:
         each = step.number_bytes if step.compiled else EAGER_LOGIT
@@ -208,7 +211,7 @@ def logit_bytes(cfg, step: Step) -> float:
     return float(each * chunk * cfg.vocab_size + 4 * cfg.vocab_size * cfg.d_model)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Fitting
 
 
@@ -239,22 +242,24 @@ class MemoryFit:
 
 
 def check_memory(cfg, optimizer: str, place: Place) -> None:
-    """Ends the program where a GPU could not even hold the weights, their gradients and the optimiser's state."""
+    """Ends the program where a GPU could not even hold weights, gradients and their moments."""
     if not place.is_gpu:
         return
     need = predict_memory(cfg, Step(1, optimizer, place.world)).static()
     free = free_memory(place)
     if need > free:
         fail(
-            f"the model does not fit the GPU's memory: {free / GIB:.1f} GiB are free, and its weights, gradients and "
-            f"optimiser state alone need some {need / GIB:.1f}; try more GPUs or a smaller --preset"
+            f"the model does not fit the GPU's memory: {free / GIB:.1f} GiB are free, and its weights, "
+            f"gradients and optimiser state alone need some {need / GIB:.1f}; try more GPUs or a "
+            "smaller --preset"
         )
 
 
 def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> MemoryFit:
-    """Settles the device batch and the loss chunk: what the user gave, or what is found to fit on all ranks.
+    """Settles device batch and loss chunk: what the user gave, or what fits on all ranks.
 
-    The first try is the largest that is predicted to fit; a try runs the warm-up, which must leave HEADROOM free.
+    The first try is the largest that is predicted to fit; a try runs the warm-up, which must leave
+    HEADROOM free.
     """
     started = time.perf_counter()
     if model.is_compiled:
@@ -312,11 +317,12 @@ def possible_steps(model, optimizer, args, place: Place, rows_given: bool) -> li
 
 
 def steps_to_try(cfg, base: Step, counts: list, chunks: list, less_up_to: float) -> list[Step]:
-    """Steps of so many rows, each first with the first of the loss chunks, then with those that take less memory.
+    """Steps of so many rows, each with the first loss chunk, then with those that take less memory.
 
-    Those of at most `less_up_to` tokens at once are tried once more with less kept for the backward pass. That costs
-    less than half as many rows would: with few tokens, what is done once a micro-batch, casts of the weights and sums of
-    their gradients, takes a large part of a step (parcae-1.3b: some 23 GB of kernels' tensors, and 17 a row).
+    Those of at most `less_up_to` tokens at once are tried once more with less kept for the backward
+    pass. That costs less than half as many rows would: with few tokens, what is done once a
+    micro-batch, casts of the weights and sums of their gradients, takes a large part of a step
+    (parcae-1.3b: some 23 GB of kernels' tensors, and 17 a row).
     """
     steps = []
     for count, less, chunk in product(counts, (False, True), chunks):
@@ -334,7 +340,8 @@ def memory_named(model, step: Step, place: Place) -> str:
         return "the memory at the deepest depth"
     need = predict_memory(model.cfg, step).peak() / GIB
     free = free_memory(place) / GIB
-    return f"the GPU's memory: {free:.1f} GiB are free, of which {HEADROOM:.0%} must stay so, and the deepest depth needs some {need:.1f}"
+    room = f"{free:.1f} GiB are free, of which {HEADROOM:.0%} must stay so"
+    return f"the GPU's memory: {room}, and the deepest depth needs some {need:.1f}"
 
 
 def chunk_reason(args, chunk: int, place: Place) -> str:
@@ -363,10 +370,11 @@ def usable_memory(free: float) -> float:
 
 
 def keep_less(less: bool) -> None:
-    """Whether graphs compiled from now on keep less for the backward pass: what is elementwise is made again there.
+    """Whether graphs compiled from now on keep less for the backward pass.
 
-    torch's partitioner else keeps what the backward pass reads as a matrix, such as relu² of the MLP's product. No
-    product is made twice. Every rank must say the same, before anything is compiled or after torch._dynamo.reset().
+    What is elementwise is then made again there; torch's partitioner else keeps what the backward
+    pass reads as a matrix, such as relu² of the MLP's product. No product is made twice. Every rank
+    must say the same, before anything is compiled or after torch._dynamo.reset().
     """
     from torch._functorch import config
 
@@ -375,7 +383,7 @@ def keep_less(less: bool) -> None:
 
 @contextlib.contextmanager
 def headroom_kept(place: Place):
-    """Within, an allocation that would leave less than HEADROOM of the free memory raises OutOfMemoryError."""
+    """Within, allocations that would leave less than HEADROOM free raise OutOfMemoryError."""
     if not place.is_gpu:
         yield
         return
@@ -429,11 +437,11 @@ def succeeds(part, optimizer, place: Place) -> bool:
 
 
 def warm_up(model, rows: int, place: Place) -> None:
-    """Compiles every graph that training and validation use, and takes the most memory that they do.
+    """Compiles all graphs of training and validation, and takes the most memory that they do.
 
-    The order matters, since a graph is made for the first sizes that it sees: all rows alike; rows that leave one after
-    the other, then rows that join so, which makes some rows and one; on a GPU, all rows as deep as one draw in ten
-    million; a batch without gradient.
+    The order matters, since a graph is made for the first sizes that it sees: all rows alike; rows
+    that leave one after the other, then rows that join so, which makes some rows and one; on a GPU,
+    all rows as deep as one draw in ten million; a batch without gradient.
     """
     cfg = model.cfg
     tokens = torch.zeros(rows, cfg.seq_len + 1, dtype=torch.int64, device=place.device)

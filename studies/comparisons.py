@@ -369,7 +369,7 @@ EXPERIMENTS = {
         tables=frame, scales=("nano",)),
     "rdm": Experiment(
         title="Parcae against the RDM (paper, table 1)",
-        tables=rdm, scales=RDM, unit="perplexity"),
+        tables=rdm, scales=RDM, depths="1,4,8,16", unit="perplexity"),
     "granularity": Experiment(
         title="Depth per batch against depth per sequence (paper, appendix)",
         tables=granularity, scales=RDM, depths="1,4,8,16", unit="perplexity", panels=(*CURVE_PANELS, "state norm", "residual")),

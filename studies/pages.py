@@ -1,6 +1,7 @@
 """A comparison's page and figure, from the lines of the ledger that its arms hold."""
 
 import math
+import textwrap
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -279,7 +280,7 @@ def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
     """A plot of the first seeds' runs, or of the mean differences over seeds; an arm may have no
     run.
     """
-    ylabel = f"{title}\n{kind}".strip()
+    ylabel = "\n".join([*textwrap.wrap(title, 30), kind])
     firsts = [(lines_of([arm]) or [NO_RUN])[0] for arm in arms]
     if kind == "loss by depth":
         return depth_plot([drawn_losses(line) for line in firsts], ylabel)

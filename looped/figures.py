@@ -89,6 +89,7 @@ class Plot:
     ylabel: str
     curves: list
     settings: dict = field(default_factory=dict)  # of matplotlib's Axes.set
+    half_widths: list = field(default_factory=list)  # of a band around each curve, if any
 
 
 def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False) -> list[str]:
@@ -122,9 +123,14 @@ def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False)
 
 def draw(axes, plot: Plot, names: list[str]) -> None:
     axes.set_prop_cycle(**STYLE)
-    for name, (x, y) in zip(names, plot.curves, strict=True):
+    bands = plot.half_widths or [None] * len(names)
+    for name, (x, y), half in zip(names, plot.curves, bands, strict=True):
         every = max(1, len(x) // 10)
-        axes.plot(x, y, label=name, linewidth=1.4, markersize=5, markevery=every)
+        (line,) = axes.plot(x, y, label=name, linewidth=1.4, markersize=5, markevery=every)
+        if half is not None:
+            axes.fill_between(
+                x, y - half, y + half, color=line.get_color(), alpha=0.15, linewidth=0
+            )
     axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel, **plot.settings)
     axes.grid(alpha=0.3)
 

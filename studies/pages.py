@@ -16,6 +16,7 @@ from looped.figures import (
     figure,
     fmt,
     frame_table,
+    half_width,
     interval_note,
     plus_minus,
     records_table,
@@ -276,6 +277,20 @@ def drawn_losses(line: dict) -> dict[int, float]:
     return line["loss"]
 
 
+def difference_plot(arms: list[Arm], ylabel: str, experiment) -> Plot:
+    """Mean differences over seeds by depth, with their 95 % intervals."""
+    means = {arm.name(): {} for arm in arms}
+    halves = {arm.name(): [] for arm in arms}
+    for depth in sorted(set().union(*(line["loss"] for line in lines_of(arms)))):
+        for d in differences(arms, experiment, depth):
+            means[d.arm.name()][depth] = d.values.mean()
+            several = len(d.values) > 1
+            halves[d.arm.name()].append(half_width(d.values) if several else math.nan)
+    plot = depth_plot(list(means.values()), ylabel)
+    plot.half_widths = [np.array(half) for half in halves.values()]
+    return plot
+
+
 def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
     """A plot of the first seeds' runs, or of the mean differences over seeds; an arm may have no
     run.
@@ -285,11 +300,7 @@ def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
     if kind == "loss by depth":
         return depth_plot([drawn_losses(line) for line in firsts], ylabel)
     if kind == "difference by depth":
-        means = {arm.name(): {} for arm in arms}
-        for depth in set().union(*(line["loss"] for line in firsts)):
-            for d in differences(arms, experiment, depth):
-                means[d.arm.name()][depth] = d.values.mean()
-        return depth_plot(list(means.values()), ylabel)
+        return difference_plot(arms, ylabel, experiment)
     scale = "log" if kind in ("state norm", "residual") else "linear"
     curves = [curve(line, kind) for line in firsts]
     return Plot("tokens trained, millions", ylabel, curves, {"yscale": scale})
@@ -313,7 +324,7 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
             plots.append(plot_of(kind, shown, title, experiment))
     caption = (
         "Curves: the first seed's runs; one that was trained with one loop, or has none, is a "
-        "horizontal line against depth. Differences: mean over seeds."
+        "horizontal line against depth. Differences: mean over seeds, and its 95 % interval."
     )
     return figure(path, caption, list(names), plots)
 

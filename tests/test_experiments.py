@@ -210,6 +210,21 @@ def test_a_model_of_one_depth_has_one_loss_at_every_depth():
     assert [list(y) for _, y in curves] == [[3.0, 3.0], [3.5, 3.5], [4.0, 3.25], []]
 
 
+def test_differences_are_drawn_with_their_intervals():
+    losses = {
+        "euler": [{1: 3.0, 8: 2.0}, {1: 3.1, 8: 2.2}],
+        "zoh": [{1: 3.2, 8: 2.1}, {1: 3.1, 8: 2.2}],
+    }
+    arms = []
+    for gain, runs in losses.items():
+        lines = [{"loss": loss, "mu_rec": 8, "diverged_at": None} for loss in runs]
+        arms.append(Arm("row", gain, runs=dict(enumerate(lines))))
+    plot = pages.plot_of("difference by depth", arms, "", EXPERIMENTS["gains"])
+    assert plot.curves[1][1] == pytest.approx([0.1, 0.05]) and len(plot.curves[0][1]) == 0
+    t = 12.7062  # of one degree of freedom, times the standard error of 0.2, 0 and of 0.1, 0
+    assert plot.half_widths[1] == pytest.approx([t * 0.1, t * 0.05], rel=1e-4)
+
+
 def test_scores_stand_under_their_depth_and_a_flat_models_under_mu_rec():
     def run(depths, mu_rec):
         scores = [{"name": None, "panel": "core", "depth": d, "mean": m} for d, m in depths.items()]

@@ -115,7 +115,9 @@ def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False)
             axes.tick_params(axis="x", pad=26)  # labels beside the circle
             axes.yaxis.set_major_locator(MaxNLocator(4))
     handles, labels = image.axes[0].get_legend_handles_labels()
-    image.legend(handles, labels, loc="outside lower center", ncols=4)
+    longest = max(map(len, names))
+    fit = 56 * columns // (longest + 8)  # a letter's width, and a line and its gaps
+    image.legend(handles, labels, loc="outside lower center", ncols=min(4, max(1, fit)))
     path.parent.mkdir(parents=True, exist_ok=True)
     image.savefig(path)
     return [f"![{caption}]({path.name})", "", caption, ""]

@@ -88,9 +88,9 @@ def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
     Diverged: train.py stopped the run (three steps in a row without a finite loss or gradient);
     or its training loss ends above its start, or more than 0.5 nats above its lowest (medians
     of the last twentieth of the steps so far); or the state explodes: ‖h_T‖ becomes 10,000
-    times that of step 1.
+    times that of step 1, or of 1, if it was below (the raw loop may begin at 0).
     """
-    bad = steps.state_norm > 1e4 * steps.state_norm[0]
+    bad = steps.state_norm > 1e4 * max(steps.state_norm[0], 1.0)
     if stopped:
         bad.iloc[-train.BAD_STEPS] = True
     else:

@@ -61,7 +61,7 @@ CELLS = (
 DIVERGED = (
     "A run diverged if three steps in a row had no finite loss, if its training loss ended above "
     "its start or more than 0.5 nats above its lowest, or if the state norm became 10,000 times "
-    "that of step 1."
+    "that of step 1, or 10,000 where that was below 1."
 )
 
 

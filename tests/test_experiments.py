@@ -149,6 +149,8 @@ def test_divergence_rule():
     growing.state_norm = 1.2**growing.step  # 1.2^50 is 9,100, 1.2^51 10,920
     assert divergence(growing[:50], False) is None
     assert divergence(growing, False) == 52
+    growing.loc[0, "state_norm"] = 0.0  # as of a raw loop from a zero state: then 10,000 counts
+    assert divergence(growing, False) == 51
 
 
 def test_paired_differences_and_the_sentence_by_hand():

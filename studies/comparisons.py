@@ -150,10 +150,15 @@ def both_gains(row: str, flags: str, **length) -> list[Arm]:
 
 
 def stability(scale):
-    """The paper's five learning rates, 16 times as large at the small scales, whose models bear
-    more. Its ramps of 4,096 steps each are more than a run of ten tokens a parameter has.
+    """The paper's five learning rates; at the small scales, whose models bear more, 16 times as
+    large, and 64 times the highest. The paper's ramps of 4,096 steps each are more than a run of
+    ten tokens a parameter has.
     """
-    factor = 16 if scale.small() else 1
+    rates = [2e-4, 4e-4, 6e-4, 8e-4, 1e-3]
+    factor = 1
+    if scale.small():
+        rates.append(4e-3)
+        factor = 16
     tokens = 3.8e9 if scale.name == "350m" else 1.1e9  # ten a parameter
     models = [  # of the paper's table, with the highest rate at which each converges
         ("Base (pre-norm concat)", "rdm", "--block prenorm", 2e-4),
@@ -161,9 +166,11 @@ def stability(scale):
         ("Parcae", "parcae-rdm", "", 1e-3),
     ]
     arms = []
-    for rate, (col, preset, block, limit) in product((2e-4, 4e-4, 6e-4, 8e-4, 1e-3), models):
+    for rate, (col, preset, block, limit) in product(rates, models):
         flags = f"{block} --warmup 0.1 --cooldown 0.1 --adam-lr {rate * factor:g}"
-        source = {"mu": "converges" if rate <= limit else "diverges"}
+        source = {}
+        if rate <= 1e-3:
+            source["mu"] = "converges" if rate <= limit else "diverges"
         arms.append(Arm(f"LR {rate * factor:g}", col, preset, flags, tokens, source=source))
     return [arms]
 

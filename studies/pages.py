@@ -364,7 +364,8 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     text = introduction(args, experiment, lines)
     for part in tables:
         shown = [arm for arm in part if arm.runs or arm.source]
-        text += source_table(shown, experiment.unit)
+        if shown:
+            text += source_table(shown, experiment.unit)
         said = [sentence(d, experiment.unit) for d in differences(part, experiment, "mu")]
         if said:
             text += [*said, ""]

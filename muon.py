@@ -8,7 +8,9 @@ r-th part of every buffer: it receives that part of the reduced gradient, keeps 
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
 One collective each way a buffer, one batched update, no copies in between. On several ranks a
 large stack is cut in up to three buffers, and each large table has its own: what is complete is
-sent while the step's last backward pass goes on.
+sent while the step's last backward pass goes on. Where there are under a million numbers in all,
+messages cost more than the update: every rank then keeps and updates everything, and one message
+sums all gradients.
 
 Another optimiser is a class like AdamW below, which must multiply all that it changes by `ok`, and
 in train.py a function of its parameter groups with a line in OPTIMIZERS.
@@ -37,7 +39,8 @@ POLAR_EXPRESS = (  # arXiv 2505.16932, five steps
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-LARGE = 1 << 20  # numbers from which a table has a buffer of its own, and a stack is cut
+# numbers from which a table has a buffer of its own, a stack is cut, and ranks share out the update
+LARGE = 1 << 20
 
 # -------------------------------------------------------------------------------------------------
 # Updates, in place. ok: 1, or 0 where a loss or gradient is not finite, and then nothing changes. A tensor, so that
@@ -213,18 +216,13 @@ class AdamW:
             stop = min(max(span.stop - buffer.part.start, 0), len(g))
             own.append(slice(start, stop))
         sums = torch.stack([ratio[cut].sum() for cut in own])
-        mean = summed(sums) / buffer.sizes
+        if len(buffer.p) < len(buffer.data):  # the rest is other ranks'
+            dist.all_reduce(sums)
+        mean = sums / buffer.sizes
         rate = torch.zeros_like(g)
         for cut, root in zip(own, mean.sqrt().clamp(min=1), strict=True):
             rate[cut] = lr / root
         return rate
-
-
-def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
 
 
 def stack_slots(count: int, world: int, first: int) -> list[int]:
@@ -335,6 +333,10 @@ class Optimizer:
 
     def __init__(self, groups: list, clip: float = 1.0, rank: int = 0, world: int = 1):
         self.clip = clip
+        numbers = sum(p.numel() for _, members in groups for _, p in members)
+        self.replicated = world > 1 and numbers < LARGE
+        if self.replicated:  # each rank's buffers are as if it were alone
+            rank, world = 0, 1
         self.rank = rank
         self.world = world
         self.buffers: list[tuple] = []  # (rule, Buffer)
@@ -395,9 +397,14 @@ class Optimizer:
         or the loss is not finite, no rank changes anything. Nothing here waits for the device, but
         for the first step on several ranks, which learns the order of sending.
         """
-        self.reducer.finish()
+        if self.replicated:
+            sums = self._sum_all(sums)
+        else:
+            self.reducer.finish()
         squares = torch.stack([buffer.g.square().sum() for _, buffer in self.buffers])
-        out = summed(torch.cat([squares.sum()[None], sums]))
+        out = torch.cat([squares.sum()[None], sums])
+        if self.world > 1:
+            dist.all_reduce(out)
         finite = torch.isfinite(out[:2]).all()
         ok = finite.float()
         self.steps += ok
@@ -414,6 +421,16 @@ class Optimizer:
             work.wait()
         self.zero_grad()
         return out
+
+    def _sum_all(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums all gradients over the ranks, and `sums`, which it returns, in one message."""
+        grads = [buffer.grad.flatten() for _, buffer in self.buffers]
+        message = torch.cat([*grads, sums])
+        dist.all_reduce(message)
+        *totals, sums = message.split([len(part) for part in (*grads, sums)])
+        for grad, total in zip(grads, totals, strict=True):
+            grad.copy_(total)
+        return sums
 
     def rehearse(self) -> None:
         """One step that changes nothing, as after a loss that is not finite: compiles the updates,

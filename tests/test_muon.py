@@ -164,8 +164,9 @@ def test_bad_gradient_changes_nothing_and_the_next_step_is_as_if_it_had_not_been
         assert torch.equal(params[name], clean[name]), name
 
 
-def test_state_survives_a_save_in_another_number_of_ranks():
+def test_state_survives_a_save_in_another_number_of_ranks(monkeypatch):
     """State written by one rank, read by three and put together from their parts."""
+    monkeypatch.setattr(muon, "LARGE", 20)
     _, whole, _ = run(3)
     state = whole.state_dict()
     assert set(state["first"]) == set(SHAPES) and state["first"]["c"].shape == (4, 6)
@@ -215,9 +216,9 @@ def updated(rank=0, world=1):
     return {"weights": weights, "state": optimizer.state_dict(), "out": out, "early": early}
 
 
-def worker(rank, world, folder):
+def worker(rank, world, folder, large):
     torch.set_num_threads(1)
-    muon.LARGE = 20
+    muon.LARGE = large
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world)
     result = updated(rank, world)
     layer = torch.nn.Linear(3, 2)  # of random weights
@@ -229,16 +230,28 @@ def worker(rank, world, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_any_number_of_ranks_equals_one(world, tmp_path):
-    mp.start_processes(worker, (world, tmp_path), nprocs=world, start_method="fork")
-    one, many = updated(), torch.load(tmp_path / "out.pt", weights_only=True)
+def many_as_one(world, folder, large):
+    """What rank 0 of so many has, once it is found to equal what one rank has."""
+    mp.start_processes(worker, (world, folder, large), nprocs=world, start_method="fork")
+    one, many = updated(), torch.load(folder / "out.pt", weights_only=True)
     for name in SHAPES:
         assert torch.allclose(many["weights"][name], one["weights"][name], atol=2e-6), name
         for key in ("first", "second"):
             a, b = many["state"][key][name], one["state"][key][name]
             assert torch.allclose(a, b, atol=1e-6), (key, name)
     assert abs(many["out"][0] / one["out"][0] - 1) < 1e-5 and many["out"][1] == world
+    return many
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_all_update_everything_equal_one(world, tmp_path):
+    many = many_as_one(world, tmp_path, large=muon.LARGE)
+    assert {sent for sent, _ in many["early"]} == {0}
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_ranks_that_share_the_update_equal_one(world, tmp_path):
+    many = many_as_one(world, tmp_path, large=20)
     # the first step learns in which order the gradients arrive
     with_muon, clipped = many["early"][0][1], many["early"][3][1]
     assert with_muon == {2: 6, 3: 7, 5: 6}[world] and clipped == 11

@@ -206,8 +206,22 @@ def test_a_presets_name_ends_in_its_recipes(preset, recipe, capsys):
         refused(capsys, lambda name=wrong: train.recipe_of(name), f"--preset {wrong} has no recipe")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_equal_one(ranks, packed, tmp_path):
+@pytest.fixture
+def sharing(tmp_path):
+    """train.py whose ranks share out the update of a small model as they do of a large one."""
+    script = tmp_path / "sharing.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import muon, train
+muon.LARGE = 4096
+train.main(sys.argv[1:])
+""")
+    return script
+
+
+@pytest.mark.parametrize(("ranks", "shared"), [(2, False), (3, True)])
+def test_ranks_equal_one(ranks, shared, sharing, packed, tmp_path):
     rates = (
         "--muon-lr",
         1e-2,
@@ -215,7 +229,8 @@ def test_ranks_equal_one(ranks, packed, tmp_path):
         1.6e-2,
     )  # the recipe's, which are higher, enlarge rounding
     here(packed, tmp_path / "one", *rates)
-    go(packed, tmp_path / "r", *rates, ranks=ranks)
+    script = sharing if shared else "train.py"
+    go(packed, tmp_path / "r", *rates, ranks=ranks, script=script)
     assert_close(log(tmp_path / "one"), log(tmp_path / "r"))
     a, b = weights(tmp_path / "one"), weights(tmp_path / "r")
     for name in a["model"]:
@@ -384,9 +399,9 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(base, packed, tmp
     assert_identical(run, base)
 
 
-def test_resume_on_another_number_of_ranks(base, packed, tmp_path):
+def test_resume_on_another_number_of_ranks(base, sharing, packed, tmp_path):
     run = tmp_path / "r"
-    go(packed, run, "--stop-at", "4", ranks=2)
+    go(packed, run, "--stop-at", "4", ranks=2, script=sharing)
     here(packed, run, "--resume")
     assert_close(log(base), log(run))
 

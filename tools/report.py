@@ -27,7 +27,6 @@ from looped.figures import (
     fmt,
     interval_note,
     plus_minus,
-    records_table,
     table,
 )
 from looped.logs import CoreRules, LoggedRun, nearest, read_run
@@ -46,19 +45,11 @@ CURVES = {
     "state_norm": ("state norm ‖h‖ after the last loop", "linear"),
     "residual": ("residual ‖Δh‖ of the last loop", "log"),
 }
-# tables: {column: format of its numbers}
-LOSSES = {
-    "run": "", "depth": "", "validation loss": ".4f", "less the first's": "+.4f",
-    "bits per byte": ".4f",
-}  # fmt: skip
-COSTS = {
-    "run": "", "parameters": ",d", "tokens trained": ",d", "training FLOPs": ".3g",
-    "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GiB": ".2f", "machine": "",
-}  # fmt: skip
-SCORES = {
-    "run": "", "depth": "", "name": "", "mean": ".4f", "std": ".4f", "tasks_done": "",
-    "tasks_total": "",
-}  # fmt: skip
+COSTS = [
+    "run", "parameters", "tokens trained", "training FLOPs", "tokens/s", "minutes in steps",
+    "peak memory, GiB", "machine",
+]  # fmt: skip
+SCORES = ["run", "depth", "name", "mean", "std", "tasks_done", "tasks_total"]
 RADARS = {"core": ["categories_fine"], "core-extended": ["categories_fine", "categories_ext"]}
 
 
@@ -102,7 +93,8 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
         both = [seed for seed in arm if seed in base]
         gaps = [arm[seed].loss - base[seed].loss for seed in both]
         if changed and len(gaps) > 1:
-            remarks.append(f"With {words} the loss changes by {difference(gaps)}.")
+            change = f"{plus_minus(gaps, '+.4f')} nats/token, {interval_note(gaps)}"
+            remarks.append(f"With {words} the loss changes by {change}, paired by seed.")
         if len(changed) > 1:
             remarks.append(f"Warning: more than one flag differs: {words}.")
     matched = all(arm.keys() == base.keys() for arm in arms.values())
@@ -113,11 +105,6 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
         if any(other[name] != value for other in facts):
             remarks.append(f"Warning: the runs differ in {name}.")
     return remarks
-
-
-def difference(gaps: list[float]) -> str:
-    """The mean of differences of loss, with its interval."""
-    return f"{plus_minus(gaps, '+.4f')} nats/token, {interval_note(gaps)}, paired by seed"
 
 
 def circumstances(run: LoggedRun) -> dict:
@@ -150,18 +137,15 @@ def headline(runs: list[LoggedRun]) -> str:
 def loss_table(runs: list[LoggedRun]) -> list[str]:
     """Each run at its own mu_rec, then its losses at all depths."""
     depths = sorted(set().union(*(run.last["loss"] for run in runs)))
-    names = [f"depth {depth}" for depth in depths]
+    header = ["run", "depth", "validation loss", "less the first's", "bits per byte"]
+    header += [f"depth {depth}" for depth in depths]
     rows = []
     for run in runs:
-        losses = run.last["loss"]
-        row = {"run": run.name, "depth": run.depth}
-        row["validation loss"] = run.loss
-        row["less the first's"] = run.loss - runs[0].loss
-        row["bits per byte"] = run.last["bpb"].get(run.depth)
-        for name, depth in zip(names, depths, strict=True):
-            row[name] = losses.get(depth)
-        rows.append(row)
-    return records_table(rows, LOSSES | dict.fromkeys(names, ".4f"))
+        difference = fmt(run.loss - runs[0].loss, "+.4f")
+        bits = fmt(run.last["bpb"].get(run.depth))
+        losses = [fmt(run.last["loss"].get(depth)) for depth in depths]
+        rows.append([run.name, run.depth, fmt(run.loss), difference, bits, *losses])
+    return table(header, rows)
 
 
 def flag_table(runs: list[LoggedRun]) -> list[str]:
@@ -179,15 +163,13 @@ def cost_table(runs: list[LoggedRun]) -> list[str]:
     rows = []
     for run in runs:
         tokens = run.train[-1]["tokens"]
-        row = {"run": run.name, "parameters": run.config["params"]}
-        row["tokens trained"] = tokens
-        row["training FLOPs"] = tokens * run.config["flops_per_token"]
-        row["tokens/s"] = np.median(series(run.train, "tok_s"))
-        row["minutes in steps"] = series(run.train, "ms").sum() / 6e4
-        row["peak memory, GiB"] = series(run.train, "mem_gb").max()
-        row["machine"] = run.config.get("machine")
-        rows.append(row)
-    return records_table(rows, COSTS)
+        flops = fmt(tokens * run.config["flops_per_token"], ".3g")
+        speed = fmt(np.median(series(run.train, "tok_s")), ",.0f")
+        minutes = fmt(series(run.train, "ms").sum() / 6e4, ".1f")
+        memory = fmt(series(run.train, "mem_gb").max(), ".2f")
+        numbers = [f"{run.config['params']:,}", f"{tokens:,}", flops, speed, minutes, memory]
+        rows.append([run.name, *numbers, run.config.get("machine")])
+    return table(COSTS, rows)
 
 
 def series(records: list[dict], name: str) -> np.ndarray:
@@ -229,9 +211,13 @@ def core_section(rules: CoreRules, runs: list[LoggedRun], out: Path) -> list[str
         for depth, score in sorted(by_depth.items()):
             for average in ("aggregate", "core"):
                 if average in score:
-                    rows.append({"run": run.name, "depth": depth, **score[average]})
+                    found = score[average]
+                    values = [found["name"], fmt(found["mean"]), fmt(found["std"])]
+                    rows.append(
+                        [run.name, depth, *values, found["tasks_done"], found["tasks_total"]]
+                    )
     known = [f"{name} {rule}" for name, rule in rules._asdict().items() if rule]
-    lines = [f"## {', '.join(known)}", "", *records_table(rows, SCORES)]
+    lines = [f"## {', '.join(known)}", "", *table(SCORES, rows)]
     plots = [radar(kind, scores) for kind in RADARS.get(rules.panel, [])]
     file = out / f"radar_{'_'.join(known).replace(' ', '_')}.png"
     caption = "Mean centred accuracy by category at mu_rec."

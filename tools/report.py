@@ -27,6 +27,7 @@ from looped.figures import (
     fmt,
     interval_note,
     plus_minus,
+    records_table,
     table,
 )
 from looped.logs import CoreRules, LoggedRun, nearest, read_run
@@ -49,7 +50,10 @@ COSTS = [
     "run", "parameters", "tokens trained", "training FLOPs", "tokens/s", "minutes in steps",
     "peak memory, GiB", "machine",
 ]  # fmt: skip
-SCORES = ["run", "depth", "name", "mean", "std", "tasks_done", "tasks_total"]
+SCORES = {  # {column: format of its numbers}
+    "run": "", "depth": "", "name": "", "mean": ".4f", "std": ".4f", "tasks_done": "",
+    "tasks_total": "",
+}  # fmt: skip
 RADARS = {"core": ["categories_fine"], "core-extended": ["categories_fine", "categories_ext"]}
 
 
@@ -211,13 +215,9 @@ def core_section(rules: CoreRules, runs: list[LoggedRun], out: Path) -> list[str
         for depth, score in sorted(by_depth.items()):
             for average in ("aggregate", "core"):
                 if average in score:
-                    found = score[average]
-                    values = [found["name"], fmt(found["mean"]), fmt(found["std"])]
-                    rows.append(
-                        [run.name, depth, *values, found["tasks_done"], found["tasks_total"]]
-                    )
+                    rows.append({"run": run.name, "depth": depth, **score[average]})
     known = [f"{name} {rule}" for name, rule in rules._asdict().items() if rule]
-    lines = [f"## {', '.join(known)}", "", *table(SCORES, rows)]
+    lines = [f"## {', '.join(known)}", "", *records_table(rows, SCORES)]
     plots = [radar(kind, scores) for kind in RADARS.get(rules.panel, [])]
     file = out / f"radar_{'_'.join(known).replace(' ', '_')}.png"
     caption = "Mean centred accuracy by category at mu_rec."

@@ -18,7 +18,6 @@ from looped.memory import (
     CHUNK,
     FEW_TOKENS,
     GIB,
-    Memory,
     Step,
     device_batches,
     matrix_stacks,
@@ -64,7 +63,7 @@ BYTES_WITH_GRADIENT = 130
 BYTES_TO_KEEP_LESS = 25  # more, where less is kept for the backward pass
 BYTES_A_LOGIT = 6
 
-SOURCE_BYTES_A_TOKEN = 3.2  # compressed source text of a packed token, cropped parts included
+DISK_BYTES_A_TOKEN = 2 + 3.2  # packed; compressed source text, cropped parts included
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Plan:
     """What a preset's recipe needs on a number of cards."""
 
     step: Step | None  # of a card; None: not even one row fits
-    memory: Memory  # of this step, or of one row
+    peak: float  # bytes, of this step or of one row
     seconds: dict[str, float]  # of an optimiser's step, by part
     tokens: float
     rate: float  # tokens a second, all cards
@@ -82,35 +81,35 @@ class Plan:
         return self.tokens / self.rate / 3600
 
 
-def forward_and_backward(cfg: ModelConfig, step: Step, card: Card) -> dict[str, float]:
-    """Seconds that a token takes of a card at the mean depth, by part."""
+def step_seconds(cfg: ModelConfig, step: Step, tokens: int, card: Card) -> dict[str, float]:
+    """Seconds of an optimiser's step of so many tokens, by part, at the mean depth.
+
+    The cards share the update: Muon's products, and the bytes of weights, gradients and moments.
+    exchange: the gradients' reduce-scatter and the weights' all-gather, float32, counted as if
+    nothing ran beside them: `muon.Reducer` hides a part of the first.
+    """
+    own = tokens / step.world
     without = cfg.n_core * (cfg.mu_rec - cfg.mu_bwd)  # layers run without gradient, and with it
     with_gradient = cfg.n_prelude + cfg.n_core * cfg.mu_bwd + cfg.n_coda
     pair = 2 * cfg.seq_len * cfg.d_model  # attention of a layer
     attention = pair * (without + with_gradient * (1 + 2.5 / BACKWARD_ATTENTION))
     learning = BYTES_WITH_GRADIENT + BYTES_TO_KEEP_LESS * step.keep_less
     moved = cfg.d_model * (BYTES_WITHOUT_GRADIENT * without + learning * with_gradient)
-    return {
-        "products": cfg.flops_per_token("none") / card.products,
-        "attention": attention / card.attention,
-        "other kernels": moved / card.bandwidth,
-        "logits": BYTES_A_LOGIT * cfg.vocab_size / card.bandwidth,
-    }
-
-
-def update_and_exchange(cfg: ModelConfig, optimizer: str, world: int, card: Card):
-    """Seconds of an update, which the cards share: Muon's products, and the bytes of weights,
-    gradients and moments; and of the gradients' reduce-scatter and the weights' all-gather,
-    float32, counted as if nothing ran beside them: `muon.Reducer` hides a part of the first.
-    """
-    flops = 0
-    if optimizer == "muon":
+    numbers = parameter_count(cfg)
+    update = 40 * numbers / card.bandwidth
+    if step.optimizer == "muon":
         for stack in matrix_stacks(cfg):
             short = min(stack.rows, stack.columns)
-            flops += 5 * (4 * short * stack.numbers() + 2 * short**3 * stack.count)
-    numbers = parameter_count(cfg)
-    update = (flops / card.products + 40 * numbers / card.bandwidth) / world
-    return {"update": update, "exchange": 2 * 4 * numbers * (world - 1) / world / card.link}
+            flops = 5 * (4 * short * stack.numbers() + 2 * short**3 * stack.count)
+            update += flops / card.products
+    return {
+        "products": own * cfg.flops_per_token("none") / card.products,
+        "attention": own * attention / card.attention,
+        "other kernels": own * moved / card.bandwidth,
+        "logits": own * BYTES_A_LOGIT * cfg.vocab_size / card.bandwidth,
+        "update": update / step.world,
+        "exchange": 2 * 4 * numbers * (step.world - 1) / step.world / card.link,
+    }
 
 
 def step_that_fits(cfg: ModelConfig, batch: int, base: Step, card: Card) -> Step | None:
@@ -133,43 +132,28 @@ def plan(preset: str, card: Card, gpus: int) -> Plan:
     fitting = step_that_fits(cfg, recipe.batch_size, one_row, card)
     step = fitting or one_row
     tokens = recipe.batch_size * cfg.seq_len
-    seconds = {}
-    for part, of_token in forward_and_backward(cfg, step, card).items():
-        seconds[part] = of_token * tokens / gpus
-    seconds |= update_and_exchange(cfg, recipe.optimizer, gpus, card)
+    seconds = step_seconds(cfg, step, tokens, card)
     rate = tokens / sum(seconds.values())
     mfu = rate * cfg.flops_per_token() / card.peak / gpus
-    return Plan(fitting, predict_memory(cfg, step), seconds, recipe.tokens, rate, mfu)
+    return Plan(fitting, predict_memory(cfg, step).peak(), seconds, recipe.tokens, rate, mfu)
 
 
 # -- the page
 
 
-HEADER = ["preset", "rows", "peak GiB", "tok/s", "MFU", "hours", "$"]
+HEADER = ["preset", "rows", "peak GiB", "tok/s", "MFU", "hours", "$", "disk GB"]
 
 
 def summary_row(preset: str, p: Plan, price: float) -> list:
     """price: dollars an hour, all cards."""
-    peak = f"{p.memory.peak() / GIB:.1f}"
+    peak = f"{p.peak / GIB:.1f}"
     if p.step is None:
-        return [preset, f"0: one row needs {peak} GiB", *[""] * 5]
+        return [preset, f"0: one row needs {peak} GiB", *[""] * 6]
     hours = p.hours()
     rows = f"{p.step.rows}*" if p.step.keep_less else p.step.rows
-    costs = [f"{hours:.1f}", f"{hours * price:,.0f}"]
+    disk = DISK_BYTES_A_TOKEN * p.tokens / 1e9
+    costs = [f"{hours:.1f}", f"{hours * price:,.0f}", f"{disk:.0f}"]
     return [preset, rows, peak, f"{p.rate:,.0f}", f"{p.mfu:.2f}", *costs]
-
-
-def detail_line(preset: str, p: Plan) -> str:
-    """Memory, time and disk of one preset by part."""
-    sizes = [f"{name} {size / GIB:.1f}" for name, size in vars(p.memory).items()]
-    times = [f"{part} {seconds:.3f}" for part, seconds in p.seconds.items()]
-    rows = 2 * p.tokens / 1e9
-    text = SOURCE_BYTES_A_TOKEN * p.tokens / 1e9
-    return (
-        f"* {preset}: GiB: {', '.join(sizes)} (the update's instead of activations and logits); "
-        f"seconds of a step: {', '.join(times)}; "
-        f"disk, GB: packed rows {rows:.0f}, source text {text:.0f}"
-    )
 
 
 def page(presets: list[str], name: str, gpus: int) -> list[str]:
@@ -182,11 +166,14 @@ def page(presets: list[str], name: str, gpus: int) -> list[str]:
         "and card. *: less is kept for the backward pass.",
         "",
     ]
-    plans = {preset: plan(preset, card, gpus) for preset in presets}
-    price = card.price * gpus
-    lines += table(HEADER, [summary_row(preset, p, price) for preset, p in plans.items()])
-    lines += [detail_line(preset, p) for preset, p in plans.items()]
-    return [*lines, ""]
+    summary = []
+    times = []
+    for preset in presets:
+        p = plan(preset, card, gpus)
+        summary.append(summary_row(preset, p, card.price * gpus))
+        times.append([preset, *(f"{seconds:.3f}" for seconds in p.seconds.values())])
+    lines += table(HEADER, summary)
+    return lines + table(["seconds of a step", *p.seconds], times)
 
 
 def main(argv=None):

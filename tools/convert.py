@@ -195,7 +195,11 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
         cfg = config_of(config) if exported else reference_config(config)
     except (ValueError, TypeError) as e:
         fail(f"{folder}/config.json: {one_line(e)}")
-    weights = checked(state, cfg) if exported else from_reference(state, cfg)
+    if exported:
+        weights = checked(state, cfg)
+    else:
+        weights = from_reference(state, cfg)
+        config = {"dtype": "bfloat16", "residual_dtype": "float32"}
     if len(order) != cfg.vocab_size:
         entries = f"{len(order)} entries, the model {cfg.vocab_size}"
         fail(f"{tokenizer} has {entries}; give its own tokenizer")
@@ -206,13 +210,11 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
     write_checked(run / "tokenizer.json", ours)
     write_checkpoint(run / "step_0000000.pt", {"step": 0, "model": weights})
     params = sum(w.numel() for w in weights.values())
-    dtype = config.get("dtype", "float32") if exported else "bfloat16"
-    residual = config.get("residual_dtype", "auto") if exported else "float32"
     about = {
-        "args": {"residual_dtype": residual},
+        "args": {"residual_dtype": config.get("residual_dtype", "auto")},
         "model": asdict(cfg),
         "params": params,
-        "dtype": dtype,
+        "dtype": config.get("dtype", "float32"),
         "tokenizer": path_and_hash(run / "tokenizer.json"),
         "data": {"path": str(run / "rows"), "sha256": None},  # for rows that are packed there later
         "imported": path_and_hash(path),
@@ -230,9 +232,7 @@ def export_run(run: Path, folder: Path) -> None:
     model, _, config = open_run(run, torch.device("cpu"))
     tokenizer = tokenizer_to_hf(run / "tokenizer.json")
     folder.mkdir(parents=True)
-    weights = {}
-    for name, w in model.state_dict().items():
-        weights[name] = w.float().contiguous()
+    weights = {name: w.float().contiguous() for name, w in model.state_dict().items()}
     write_atomic(folder / "model.safetensors", save(weights, {"format": "pt"}))
     about = {"model_type": "looped", "dtype": config.get("dtype", "float32")}
     about["residual_dtype"] = config.get("args", {}).get("residual_dtype", "auto")

@@ -51,8 +51,9 @@ def merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def tokenizer_to_hf(path) -> dict:
-    """Our file -> theirs. ignore_merges: as in tiktoken, a word that is a token becomes it."""
-    load_tokenizer(path)  # checks it
+    """Our file, checked before, -> theirs. ignore_merges: as in tiktoken, a word that is a token
+    becomes it.
+    """
     data = json.loads(Path(path).read_text())
     tokens = [base64.b64decode(token) for token in data["ranks"]]
     vocab = {visible(token): i for i, token in enumerate(tokens)}

@@ -178,7 +178,10 @@ def page(presets: list[str], name: str, gpus: int) -> list[str]:
 
 def main(argv=None):
     parser = Parser(description=__doc__, prog="python -m tools.plan")
-    parser.add_argument("presets", nargs="*", metavar="PRESET", help="(default: the large ones)")
+    large = [name for name in PRESETS if not name.endswith(("nano", "tiny"))]
+    parser.add_argument(
+        "presets", nargs="*", metavar="PRESET", default=large, help="(default: the large ones)"
+    )
     parser.add_argument(
         "--card", action="append", choices=CARDS, help="may be given again (default: H100)"
     )
@@ -186,10 +189,7 @@ def main(argv=None):
         "--gpus", type=positive_int, default=1, help="of one machine (default: %(default)s)"
     )
     args = parser.parse_args(argv)
-    presets = args.presets
-    if not presets:
-        presets = [name for name in PRESETS if not name.endswith(("nano", "tiny"))]
-    for name in presets:
+    for name in args.presets:
         if name not in PRESETS:
             fail(f"no preset {name}; there are {', '.join(PRESETS)}")
         batch = recipe_of(name).batch_size
@@ -198,7 +198,7 @@ def main(argv=None):
             advice = f"does not divide {name}'s batch of {batch}; try --gpus {fits}"
             fail(f"--gpus {args.gpus} {advice}")
     for card in args.card or ["H100"]:
-        print("\n".join(page(presets, card, args.gpus)))
+        print("\n".join(page(args.presets, card, args.gpus)))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def settings(run: LoggedRun) -> dict:
     return known | {"code": run.config.get("network_code", "")[:10]}
 
 
-def changes(run: LoggedRun, base: LoggedRun) -> tuple[str, ...]:
+def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
     """In words, the flags apart from the seed in which a run differs from another; another preset
     stands for all that it changes in the network.
     """
@@ -78,8 +78,8 @@ def changes(run: LoggedRun, base: LoggedRun) -> tuple[str, ...]:
         meant = {name for name, value in own.items() if ours.get(name) == value}
         meant |= unheeded(run.config["model"]["n_core"])
         names = [name for name in names if name not in meant]
-    words = [f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names]
-    return tuple(text for text in words if not text.startswith("seed "))
+    names = [name for name in names if name != "seed"]
+    return [f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names]
 
 
 def compare_arms(runs: list[LoggedRun]) -> list[str]:
@@ -115,11 +115,12 @@ def circumstances(run: LoggedRun) -> dict:
     """What should be the same where losses are compared."""
     config = run.config
     facts = {name: config[name] for name in ("git", "versions", "device", "dtype")}
-    facts["data"] = config["data"]["sha256"]
-    facts["tokenizer; compare bits per byte"] = config["tokenizer"]["sha256"]
-    facts["tokens trained"] = run.last.get("tokens")
-    facts["validation tokens"] = run.last.get("eval_tokens")
-    return facts
+    return facts | {
+        "data": config["data"]["sha256"],
+        "tokenizer; compare bits per byte": config["tokenizer"]["sha256"],
+        "tokens trained": run.last.get("tokens"),
+        "validation tokens": run.last.get("eval_tokens"),
+    }
 
 
 def headline(runs: list[LoggedRun]) -> str:

@@ -32,8 +32,6 @@ from looped.machine import DEVICES, distributed
 from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
-THRESHOLD = 5e-4  # nats
-
 
 @dataclass
 class Depth:
@@ -93,7 +91,7 @@ def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
     for state in model.unroll(h, inputs, plan(), cache):
         taken += live
         hidden = model.coda(state.h, ids, cache)  # what the coda keeps is of the last answer
-        answer = model.head(wide(hidden)).log_softmax(-1)  # (B, 1, V)
+        answer = logits_of(model, hidden).log_softmax(-1)  # (B, 1, V)
         if last is not None:
             change = (answer.exp() * (answer - last)).sum(-1)
             change = change.clamp_min(0)  # rounding can take it below
@@ -103,9 +101,9 @@ def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
     return hidden, taken
 
 
-def wide(hidden):
+def logits_of(model, hidden):
     """In float32 at least: in bfloat16 many a token's logit would equal the likeliest's."""
-    return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    return model.head(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
 
 
 def pick(logits, u, how: Sampling):
@@ -141,7 +139,7 @@ def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampl
     for number in range(len(prompt), end):  # of the token to be drawn
         positions = torch.arange(number - ids.size(1), number, device=device).expand_as(ids)
         hidden, taken = read(model, ids, positions, row_keys, cache, depth)
-        logits = model.head(wide(hidden[:, -1]))
+        logits = logits_of(model, hidden[:, -1])
         if not torch.isfinite(logits).all():
             why = "training diverged, or the depth is too large"
             fail(f"the model's answer at depth {depth.loops} is not finite: {why}")
@@ -156,12 +154,10 @@ def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampl
 
 
 def open_model(run, device):
-    """-> (model with matrices in its activations' dtype, tokenizer); float32 on a CPU."""
+    """-> (model with blocks in its activations' dtype, tokenizer); float32 on a CPU."""
     model, enc, _ = open_run(run, distributed(device).device)
-    for name, parameter in model.named_parameters():
-        matrix = name.endswith("weight") and name != "wte.weight"
-        if matrix and model.residual_dtype is None:  # as every use would cast it
-            parameter.data = parameter.data.to(model.dtype)
+    if model.residual_dtype is None:
+        model.blocks.to(model.dtype)  # as every use would cast them
     return model, enc
 
 
@@ -175,7 +171,7 @@ def parse_args(argv):
     add("run", metavar="RUN", help="run directory")
     add("--prompt", action="append", required=True, help="text to go on from; may be repeated")
     add("--depth", type=auto_or_loops, help="loops, or auto (default: the run's mu_rec)")
-    add("--exit-threshold", type=non_negative_float, default=THRESHOLD,
+    add("--exit-threshold", type=non_negative_float, default=5e-4,
         help="of --depth auto, which takes at most twice mu_rec loops: nats (default: %(default)s)")  # fmt: skip
     add("--temperature", type=non_negative_float, default=0.8,
         help="0 takes the likeliest token (default: %(default)s)")  # fmt: skip

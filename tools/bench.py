@@ -13,12 +13,12 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
+import train
 from looped.console import Parser, fail, positive_int, run_cli
 from looped.depth import sample_depths
 from looped.figures import fmt, table
@@ -26,9 +26,9 @@ from looped.files import write_atomic
 from looped.machine import Place, best_dtype, distributed, machine_name, peak_flops
 from looped.memory import CPU_CHUNK, warm_up
 from looped.randomness import SEED_STATE, sequence_keys
+from looped.settings import settle
 from model import PRESETS, Model, ModelConfig
 from muon import Optimizer, Rates
-from train import OPTIMIZERS, Batch, recipe_of, training_step
 
 RESULTS = Path(__file__).parents[1] / "results"
 HEADER = ["rows", "ms", "tok/s a rank", "MFU"]
@@ -37,27 +37,22 @@ KERNELS = 20  # of the profile, the longest
 
 def build(preset: str, place: Place) -> tuple[Model, Optimizer]:
     """The model on the device, with its optimiser, as train.py makes them."""
-    model = Model(PRESETS[preset])
-    model.dtype = getattr(torch, best_dtype(place.device)[0])
+    args = train.parse_args(["--preset", preset])
+    cfg = PRESETS[preset]
+    settle(args, cfg, train.recipe_of(preset), place.world)
+    args.dtype, _ = best_dtype(place.device)
+    model, optimizer, _ = train.build(args, cfg, None, None, place, compiled=place.is_gpu)
     model.loss_chunk = 0 if place.is_gpu else CPU_CHUNK
-    model.init_weights(0)
-    model.to(place.device)
-    recipe = recipe_of(preset)
-    rates = SimpleNamespace(muon_lr=recipe.muon_lr, adam_lr=recipe.adam_lr, weight_decay=0.2)
-    groups = OPTIMIZERS[recipe.optimizer](model, rates, place.is_gpu)
-    optimizer = Optimizer(groups, 1.0, place.rank, place.world)
-    if place.is_gpu:
-        model.compile_pieces()
     return model, optimizer
 
 
-def random_batch(cfg: ModelConfig, rows: int, step: int, place: Place) -> Batch:
+def random_batch(cfg: ModelConfig, rows: int, step: int, place: Place) -> train.Batch:
     """Random tokens with the step's depths."""
     generator = torch.Generator().manual_seed(step)
     shape = (rows, cfg.seq_len + 1)
     tokens = torch.randint(0, cfg.vocab_size, shape, generator=generator)
     n, k = sample_depths(cfg, 0, step, rows)
-    return Batch(
+    return train.Batch(
         tokens=tokens.to(place.device),
         keys=sequence_keys(SEED_STATE, step, each=range(rows), device=place.device),
         n=n,
@@ -66,10 +61,10 @@ def random_batch(cfg: ModelConfig, rows: int, step: int, place: Place) -> Batch:
     )
 
 
-def timed_step(model: Model, optimizer: Optimizer, batch: Batch) -> float:
+def timed_step(model: Model, optimizer: Optimizer, batch: train.Batch) -> float:
     """Seconds of a training step."""
     start = time.perf_counter()
-    training_step(model, optimizer, batch, len(batch.tokens), Rates())
+    train.training_step(model, optimizer, batch, len(batch.tokens), Rates())
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -9,9 +9,8 @@ A score is a function of (weights, data, seed, depth). The initial loop states a
 task, example), the same for all its options; losses are float32. Rounding, which depends on the
 batch, can still flip near ties: a gap of mean losses, or a greedy token's lead, under 1e-3 between
 options that are not the same. Their number, summed over the seeds, is reported. Results:
-core_<panel>_<protocol>.json in RUN; what it held of other settings is kept as .json.old, .old2 and
-so on (but of --panel val, which is written over). On a CPU float32 is used, else the run's own
-dtype.
+core_<panel>_<protocol>.json in RUN; what it held of other settings is kept as .json.old-… (but of
+--panel val, which is written over). On a CPU float32 is used, else the run's own dtype.
 Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are Parcae's, nanochat's (the same, at
 seed 1234), and llm-foundry's (dclm). looped/core_tasks.py has the tasks, core_prompts.py the rules.
 """
@@ -29,7 +28,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from dataloader import PackedData
 from looped.console import (
@@ -53,7 +51,7 @@ from looped.core_results import (
     summarise,
     task_entry,
 )
-from looped.core_tasks import BUNDLE, PANELS, Panel, open_panel, own_task
+from looped.core_tasks import BUNDLE, PANELS, Panel, bundle_at, load_panel, own_task
 from looped.files import file_hash
 from looped.machine import ONE_PROCESS, Place, distributed, exact_products, to_device
 from looped.randomness import SEED_EVAL, sequence_key
@@ -65,7 +63,7 @@ from model import load_run
 # Whose rules, and the default seeds. nanochat's answers are Parcae's at its only seed.
 PROTOCOLS = {"parcae": "1234,2345,3456", "nanochat": "1234", "dclm": "1234"}
 WITHOUT_EFFECT = {  # flags, by panel
-    "lambada": ("protocol", "baselines"),  # it has rules of its own
+    "lambada": ("protocol", "baselines", "task"),  # it has rules of its own
     "val": ("protocol", "baselines", "seeds", "max_per_task", "bundle", "task"),
 }
 SHOT_SEED = 1234  # of dclm's shots, whatever --seeds
@@ -83,7 +81,6 @@ class Settings:
     seeds: list[int]  # of shots (parcae) and initial states
     place: Place = ONE_PROCESS
     baselines: str = "v1"
-    show: bool = False  # a progress bar
     budget: int = 0  # tokens a batch; 0: by device
 
 
@@ -146,13 +143,9 @@ def batches(rows: list[Row], budget: int) -> list[list[Row]]:
     return found
 
 
-class NotFiniteError(ValueError):
-    """The model's answer is no number: training diverged, or the depth is too large."""
-
-
-def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict | None]:
-    """-> for each depth {span: (3, s), token_scores of its tokens}, or None where one is not
-    finite. A GPU is waited for once, at the end.
+def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict]:
+    """-> for each depth {span: (3, s), token_scores of its tokens}. A GPU is waited for once, at
+    the end.
     """
     if not work.rows:
         return [{} for _ in settings.depths]
@@ -167,24 +160,20 @@ def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict 
     for row in itertools.chain(*groups):
         spans += row.spans
     sizes = [len(span.targets) for span in spans]
-    found = []
-    for of_depth in scores:
-        finite = bool(of_depth[0].isfinite().all())
-        found.append(dict(zip(spans, of_depth.split(sizes, dim=1))) if finite else None)
-    return found
+    return [dict(zip(spans, of_depth.split(sizes, dim=1))) for of_depth in scores]
 
 
 @dataclass
 class Answer:
     option: int  # lm: 1 if right
     margin: float  # by which it won, nats
-    nats: float = 0.0  # of an lm continuation
+    nats: float  # of an lm continuation, or the sum of the options' mean losses
 
 
 def decide_lm(example: Example, scores: dict) -> Answer:
     """Right if every scored token is the greedy one, or if none is scored."""
     if not any(example.spans):
-        return Answer(1, math.inf)
+        return Answer(1, math.inf, 0.0)
     loss, greedy, lead = scores[example.spans[0]]
     margin = lead.min().abs().item()
     return Answer(int(greedy.all()), margin, loss.double().sum().item())
@@ -201,19 +190,21 @@ def decide(example: Example, scores: dict, protocol) -> Answer:
         values = torch.tensor(values).exp().tolist()
     ranked = sorted(means.values())
     margin = ranked[1] - ranked[0] if len(ranked) > 1 else math.inf
-    return Answer(values.index(min(values)), margin)
+    return Answer(values.index(min(values)), margin, sum(ranked))
+
+
+class NotFiniteError(ValueError):
+    """The model's answer is no number: training diverged, or the depth is too large."""
 
 
 def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, dict]:
     """A task with one seed -> {depth: {column: (n,) float64}}, the same on every rank.
 
-    NotFiniteError, on every rank, where an answer of any is not finite.
+    NotFiniteError, on every rank, where a loss of any is not finite.
     """
+    place = settings.place
     table = np.zeros((len(settings.depths), len(COLUMNS), len(work.groups)))
     for of_depth, scores in zip(table, score_rows(model, work, settings, seed)):
-        if scores is None:
-            of_depth.fill(math.nan)  # which the sum over ranks keeps
-            continue
         columns = dict(zip(COLUMNS, of_depth))
         for example in work.examples:
             if work.task.kind == "lm":
@@ -227,15 +218,17 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, di
             columns["near_ties"][number] = answer.margin < NEAR
             for name in example.odd:
                 columns[name][number] = 1
-    if settings.place.world > 1:
-        total = torch.from_numpy(table).to(settings.place.device)
+    if place.world > 1:
+        total = torch.from_numpy(table).to(place.device)
         dist.all_reduce(total)
         table = total.cpu().numpy()
+    found = {}
     for depth, of_depth in zip(settings.depths, table):
-        if np.isnan(of_depth).any():
+        if not np.isfinite(of_depth).all():
             why = "training diverged, or that is too deep"
             raise NotFiniteError(f"the model's answer at depth {depth} is not finite: {why}")
-    return {depth: dict(zip(COLUMNS, found)) for depth, found in zip(settings.depths, table)}
+        found[depth] = dict(zip(COLUMNS, of_depth))
+    return found
 
 
 def score_task(model, works: list[EncodedTask], settings: Settings) -> dict[int, dict]:
@@ -252,20 +245,11 @@ def score_task(model, works: list[EncodedTask], settings: Settings) -> dict[int,
     return {depth: task_entry(works[0], of, settings.baselines) for depth, of in found.items()}
 
 
-def evaluate(model, enc, panel: Panel, settings: Settings, entries=None, done=None) -> dict:
-    """Scores the tasks of a panel that `entries`, {depth: {label: entry}}, does not hold yet, and
-    returns entries with them.
-
-    Calls done(label) after each task. Every rank calls it. The next task is rendered and tokenised
-    while one runs.
+def evaluate(model, enc, panel: Panel, settings: Settings, known=()):
+    """Scores the tasks of a panel but those whose labels are known: yields (label, {depth: entry})
+    of each. Every rank calls it. The next task is rendered and tokenised while one runs.
     """
-    entries = {depth: {} for depth in settings.depths} if entries is None else entries
     model = model.uncompiled()
-    todo = []
-    for task in panel.tasks:
-        known = all(task.label in entries[depth] for depth in settings.depths)
-        if task.label in panel.rows and not known:
-            todo.append(task)
 
     def encode(task):
         text = line_encoder(enc)
@@ -274,21 +258,19 @@ def evaluate(model, enc, panel: Panel, settings: Settings, entries=None, done=No
             return [encode_task(task, panel, seed, text, *where) for seed in settings.seeds]
         return [encode_task(task, panel, SHOT_SEED, text, *where)] * len(settings.seeds)
 
-    hidden = None if settings.show else True  # None: where stderr is no terminal
-    for works in tqdm(one_ahead(encode, todo), "tasks", len(todo), disable=hidden):
-        label = works[0].task.label
-        for depth, entry in score_task(model, works, settings).items():
-            entries[depth][label] = entry
-        if done:
-            done(label)
-    return entries
+    todo = [task for task in panel.tasks if task.label in panel.rows and task.label not in known]
+    for works in one_ahead(encode, todo):
+        yield works[0].task.label, score_task(model, works, settings)
 
 
 def quick_score(model, enc, panel: Panel, place: Place) -> dict:
     """The panel's average at mu_rec with one seed, for train.py. NotFiniteError: there is none."""
     depth = model.cfg.mu_rec
-    entries = evaluate(model, enc, panel, Settings([depth], [1234], place))
-    return summarise(panel, entries[depth])["aggregate"]
+    settings = Settings([depth], [1234], place)
+    entries = {}
+    for label, found in evaluate(model, enc, panel, settings):
+        entries[label] = found[depth]
+    return summarise(panel, entries)["aggregate"]
 
 
 # -- the program -----------------------------------------------------------------------------------
@@ -385,20 +367,22 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     """-> {depth: record}. What an earlier start has finished is kept; every task is saved when it
     is done.
     """
-    rank, world, _ = settings.place
+    place = settings.place
     protocol = "parcae" if args.protocol == "nanochat" else args.protocol
     if args.panel == "lambada":
         protocol = "lambada"
     own = [own_task(text) for text in args.task]
-    panel = open_panel(args.bundle, args.panel, protocol, args.max_per_task, own, rank, world)
+    bundle = bundle_at(args.bundle, place.rank, place.world)
+    panel = load_panel(bundle, args.panel, protocol, args.max_per_task, own)
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
     for label, why in panel.missing.items():
-        settings.place.say(f"left out: {label}: {why}")
+        place.say(f"left out: {label}: {why}")
     kept, wrong = earlier(path, header)
-    if wrong and rank == 0:
+    if wrong and place.rank == 0:
         old = put_aside(path)
         print(f"{path} {wrong}; all tasks run again, and it is kept as {old.name}")
     entries = {depth: {} for depth in settings.depths} | kept
+    known = set.intersection(*(set(entries[depth]) for depth in settings.depths))
 
     def records():
         # another evaluation may have written other depths meanwhile
@@ -406,13 +390,13 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
             entries[depth] = found | entries.get(depth, {})
         return {depth: summarise(panel, entries[depth]) for depth in sorted(entries)}
 
-    def done(label):
-        if rank == 0:
-            tqdm.write(describe(label, entries[settings.depths[-1]][label]))
-            save(path, header, records())
-
     try:
-        evaluate(model, enc, panel, settings, entries, done)
+        for label, found in evaluate(model, enc, panel, settings, known):
+            for depth, entry in found.items():
+                entries[depth][label] = entry
+            place.say(describe(label, found[settings.depths[-1]]))
+            if place.rank == 0:
+                save(path, header, records())
     except NotFiniteError as e:
         fail(str(e))
     return records()
@@ -425,7 +409,7 @@ def main():
     if args.depth and not model.cfg.n_core:
         fail("the model has no loop; leave --depth out")
     depths = args.depth or [model.cfg.mu_rec]  # 0 without a loop
-    settings = Settings(depths, args.seeds, place, args.baselines, show=place.rank == 0)
+    settings = Settings(depths, args.seeds, place, args.baselines)
     path = Path(args.run) / f"core_{args.panel}_{args.protocol}.json"
     checkpoint = Path(args.run) / config["checkpoint"]
     told = ("panel", "protocol", "baselines", "max_per_task", "seeds")

@@ -48,7 +48,7 @@ from looped.console import (
     refuse,
     run_cli,
 )
-from looped.core_tasks import open_panel
+from looped.core_tasks import bundle_at, load_panel
 from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
 from looped.endings import catch_signals, explain, save_last_step, stop_diverged, stop_flag
@@ -451,8 +451,8 @@ def open_evaluation(run: Run) -> None:
     sizes = torch.from_numpy(token_bytes(run.tokenizer)).to(place.device)
     run.held_out = HeldOut(run.data, sizes, args.eval_tokens)
     if args.core_every:
-        share = {"rank": place.rank, "world": place.world}
-        run.panel = open_panel(args.bundle, limit=CORE_EXAMPLES, **share)
+        bundle = bundle_at(args.bundle, place.rank, place.world)
+        run.panel = load_panel(bundle, limit=CORE_EXAMPLES)
 
 
 def evaluate(run: Run, step: int, final: bool = False) -> None:
@@ -612,7 +612,7 @@ def check_sources(args, cfg: ModelConfig, data: PackedData) -> None:
             model = Model(cfg)
         begin_from(args.init_from, model, data)
     if args.core_every:
-        open_panel(args.bundle, limit=CORE_EXAMPLES)
+        load_panel(bundle_at(args.bundle), limit=CORE_EXAMPLES)
 
 
 def choose_dtype(args, place: Place) -> str:

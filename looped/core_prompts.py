@@ -8,6 +8,7 @@ lambada Parcae's harness for LAMBADA: the last word after its passage, without B
 import functools
 import math
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,22 +31,16 @@ class Question:
     shots: list[dict]
 
 
-def parcae_shots(seed, n, shots, wanted):
-    """Yields the indices of the shots of each of n examples, sampled from the others; of one that
-    is not wanted, none.
-    """
+def parcae_shots(seed, n, shots):
+    """Yields the indices of the shots of each of n examples, sampled from the others."""
     for i in range(n):
-        if shots == 0 or i not in wanted:
-            yield []
-            continue
-        stream = random.Random(seed + i)
-        others = stream.sample(range(n - 1), shots)
+        others = random.Random(seed + i).sample(range(n - 1), shots)
         yield [j + (j >= i) for j in others]  # stepping over i
 
 
-def dclm_shots(seed, n, shots, wanted):
-    """The same by llm-foundry's rules: one stream, so all are drawn; i itself is redrawn; the order
-    is a Python set's.
+def dclm_shots(seed, n, shots):
+    """The same by llm-foundry's rules: one stream for all; i itself is redrawn; the order is a
+    Python set's.
     """
     stream = random.Random(seed)
     for i in range(n):
@@ -64,9 +59,8 @@ def stripped(row: dict) -> dict:
     return {k: v.strip() if isinstance(v, str) else v for k, v in row.items()}
 
 
-def questions(task: Task, rows, protocol, limit, seed, wanted=None) -> list[Question]:
-    """The examples of a task, in the order of scoring. wanted: a range of those that will be asked
-    (default: all); the others may come without shots.
+def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
+    """The examples of a task, in the order of scoring.
 
     parcae cuts to `limit` before it draws shots. dclm has no limit of its own: there rows are cut
     after the shots are drawn, an equal share of each category.
@@ -84,11 +78,9 @@ def questions(task: Task, rows, protocol, limit, seed, wanted=None) -> list[Ques
         pools[""] = rows
     share = math.ceil(limit / len(pools)) if limit else None
     draw = dclm_shots if protocol == "dclm" else parcae_shots
-    if wanted is None:
-        wanted = range(len(rows))
     found = []
     for group, (_, pool) in enumerate(sorted(pools.items())):
-        for row, chosen in zip(pool[:share], draw(seed, len(pool), task.shots, wanted)):
+        for row, chosen in zip(pool[:share], draw(seed, len(pool), task.shots)):
             found.append(Question(group, row, [pool[j] for j in chosen]))
     return found
 
@@ -113,31 +105,8 @@ class Encoder:
     blank: str  # what dclm puts before an answer: a space where " a" is one token, else nothing
 
 
-def line_pieces(text: str) -> list[str]:
-    """The text cut after every line end that no white space follows."""
-    first, *lines = text.split("\n")
-    pieces = [first]
-    for line in lines:
-        pieces[-1] += "\n"
-        if line and not line[0].isspace():
-            pieces.append(line)
-        else:
-            pieces[-1] += line
-    return pieces
-
-
-def last_piece(text: str) -> int:
-    """Where the last of the text's line_pieces begins."""
-    end = len(text) - 1  # a line end there begins no piece
-    while (end := text.rfind("\n", 0, end)) >= 0:
-        if not text[end + 1].isspace():
-            return end + 1
-    return 0
-
-
 def line_encoder(enc) -> Encoder:
-    """An encoder that tokenises each distinct line once: shots return in many prompts, and the
-    options of a question differ in their last lines.
+    """An encoder that tokenises each distinct line once: shots return in many prompts.
 
     With our pattern a token that goes on after a line end goes on with white space only. So a text
     may be cut after each line end that none follows: the pieces' tokens are those of the whole.
@@ -149,13 +118,11 @@ def line_encoder(enc) -> Encoder:
     def tokens(line):
         return np.array(enc.encode_ordinary(line), np.int32)
 
-    @functools.lru_cache(maxsize=16)
-    def lines(text):
-        return np.concatenate([tokens(piece) for piece in line_pieces(text)])
-
     def encode(text):
-        last = last_piece(text) if by_line else 0
-        return np.concatenate([lines(text[:last]), tokens(text[last:])])
+        if not by_line:
+            return tokens(text)
+        *lines, last = re.split(r"\n(?=\S)", text)
+        return np.concatenate([*(tokens(line + "\n") for line in lines), tokens(last)])
 
     bos = np.array([enc.encode_single_token(BOS)], np.int32)
     blank = " " if len(tokens(" a")) == 1 else ""
@@ -348,9 +315,7 @@ def encode_task(
     reads.
     """
     protocol = panel.protocol
-    of_task = panel.rows[task.label]
-    mine = range(place.rank, len(of_task), place.world)
-    asked = questions(task, of_task, protocol, panel.limit, seed, mine)
+    asked = questions(task, panel.rows[task.label], protocol, panel.limit, seed)
     groups = np.array([question.group for question in asked])
     work = EncodedTask(task, protocol, groups, [], [])
     for number in range(place.rank, len(asked), place.world):

@@ -5,7 +5,6 @@ An entry is a task's record at one depth: accuracy and centred accuracy, each wi
 deviation and its value by seed, and counts of what was odd in its examples.
 """
 
-import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from looped.console import DAMAGE, one_line
 from looped.core_prompts import EncodedTask
 from looped.core_tasks import LAMBADA, PANELS, TASKS, TITLES, Panel, Task
-from looped.files import write_atomic
+from looped.files import file_hash, write_atomic
 
 ODDITIES = {  # what is counted of a task's examples, and how it is said
     "near_ties": "near ties",
@@ -131,17 +130,10 @@ def save(path, header: dict, records: dict) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Copies a file to the first free of the names .old, .old2, …; -> the copy. If one of those
-    passed over has the same content, no copy is made, and it is returned.
-    """
-    content = path.read_bytes()
-    for number in itertools.count(1):
-        old = path.with_name(f"{path.name}.old{number if number > 1 else ''}")
-        if not old.exists():
-            write_atomic(old, content)
-        if old.read_bytes() == content:
-            return old
-    raise AssertionError
+    """Copies a file beside itself, under a name that its content gives; -> the copy."""
+    old = path.with_name(f"{path.name}.old-{file_hash(path)[:8]}")
+    write_atomic(old, path.read_bytes())
+    return old
 
 
 def earlier(path, header: dict):

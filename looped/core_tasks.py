@@ -170,7 +170,6 @@ def own_task(text: str) -> Task:
 
 # -- rows -----------------------------------------------------------------------------------------
 
-TYPE_NAMES = {str: "a text", list: "a list", int: "a whole number"}
 FIELDS = {
     "mc": {"query": str, "gold": int, "choices": list},
     "schema": {"continuation": str, "gold": int, "context_options": list},
@@ -188,15 +187,12 @@ def check_row(task: Task, row: dict, with_category: bool) -> None:
     for name, kind in wanted.items():
         value = row.get(name)
         if type(value) is not kind:
-            found = repr(value)[:40] if name in row else "missing"
-            raise ValueError(f"{name} must be {TYPE_NAMES[kind]}, and is {found}")
+            raise ValueError(f"{name} must be {kind.__name__}, and is {value!r:.40}")
         if kind is list:
             check_options(name, value, row["gold"])
 
 
 def check_options(name: str, options: list, gold: int) -> None:
-    if not options:
-        raise ValueError(f"{name} is empty")
     for option in options:
         if type(option) is not str:
             raise ValueError(f"{name} must be texts, and one is {option!r:.40}")
@@ -236,29 +232,44 @@ def fetch_bundle(path=BUNDLE, url=URL):
         fail(f"cannot fetch {url} ({e}); {advice}")
 
 
+def bundle_at(path, rank=0, world=1):
+    """The path given, or that of the public bundle, which rank 0 fetches once. Every rank calls
+    it.
+    """
+    if path:
+        return path
+    if rank == 0 and not BUNDLE.is_file():
+        fetch_bundle()
+    if world > 1:
+        dist.barrier()
+    return BUNDLE
+
+
 def open_bundle(path) -> tuple[dict[str, bytes], str]:
     """The zip, or the folder it holds -> ({folder/file: content}, SHA-256)."""
     path = Path(path).resolve()
     if path.is_dir():
         names = sorted(path.rglob("*.jsonl"))
-        found = [(str(name), name.read_bytes()) for name in names]
-        digest = file_hash(*names)
-    else:
-        advice = "give another one, or its folder, with --bundle PATH"
-        with outside(f"{path} is not a usable zip file", advice, UNREADABLE):
-            with zipfile.ZipFile(path) as z:
-                names = [name for name in z.namelist() if name.endswith(".jsonl")]
-                found = [(name, z.read(name)) for name in names]
-            digest = file_hash(path)
-    files = {}
-    origin = {}
-    for name, content in found:
-        short = "/".join(name.split("/")[-2:])
-        if short in files:
-            fail(f"{path} holds two files {short}: {origin[short]} and {name}; remove one of them")
-        files[short] = content
-        origin[short] = name
-    return files, digest
+        files = {short: name.read_bytes() for short, name in short_names(path, names).items()}
+        return files, file_hash(*names)
+    advice = "give another one, or its folder, with --bundle PATH"
+    with outside(f"{path} is not a usable zip file", advice, UNREADABLE):
+        with zipfile.ZipFile(path) as z:
+            names = [name for name in z.namelist() if name.endswith(".jsonl")]
+            files = {short: z.read(name) for short, name in short_names(path, names).items()}
+        return files, file_hash(path)
+
+
+def short_names(path, names) -> dict:
+    """{folder/file: name} of the files in a bundle."""
+    found = {}
+    for name in names:
+        short = "/".join(Path(name).parts[-2:])
+        if short in found:
+            two = f"{found[short]} and {name}"
+            fail(f"{path} holds two files {short}: {two}; remove one of them")
+        found[short] = name
+    return found
 
 
 # -- the panel -------------------------------------------------------------------------------------
@@ -279,8 +290,6 @@ class Panel:
 
 def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Panel:
     """The panel with its rows, from a bundle; own: further tasks, with files of their own."""
-    if own and protocol == "lambada":
-        fail("--task goes with --panel core or core-extended, whose rules it is asked by")
     files, sha256 = open_bundle(path)
     files |= {task.file: Path(task.file).read_bytes() for task in own}
     panel = Panel(name, protocol, limit, [*PANELS[name], *own], sha256=sha256)
@@ -302,14 +311,3 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
         advice = "give the zip, or the folder it holds, with --bundle PATH"
         fail(f"{path} has no task of {TITLES[name]}; {advice}")
     return panel
-
-
-def open_panel(bundle, name="core", protocol="parcae", limit=None, own=(), rank=0, world=1):
-    """load_panel of the bundle given, or of the public one, which rank 0 fetches once. Every rank
-    calls it.
-    """
-    if not bundle and not BUNDLE.is_file() and rank == 0:
-        fetch_bundle()
-    if world > 1:
-        dist.barrier()
-    return load_panel(bundle or BUNDLE, name, protocol, limit, own)

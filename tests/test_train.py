@@ -253,9 +253,10 @@ def test_core_in_training_is_core_eval_of_the_weights_then(base, packed, tmp_pat
     model, enc = load_run(run)[0], load_tokenizer(run / "tokenizer.json")
     panel = load_panel(bundle, limit=train.CORE_EXAMPLES)
     settings = core_eval.Settings([8], [1234], ONE_PROCESS)
-    entries = core_eval.evaluate(model, enc, panel, settings)
-    assert len(entries[8]) == 22
-    want = core_eval.summarise(panel, entries[8])["aggregate"]
+    found = core_eval.evaluate(model, enc, panel, settings)
+    entries = {label: entry[8] for label, entry in found}
+    assert len(entries) == 22
+    want = core_eval.summarise(panel, entries)["aggregate"]
     assert log(run, "core")["core", 8].items() >= want.items()
 
 

@@ -68,7 +68,9 @@ WITHOUT_EFFECT = {  # flags, by panel
 }
 SHOT_SEED = 1234  # of dclm's shots, whatever --seeds
 NEAR = 1e-3  # nats
-COLUMNS = ["answer", "correct", "nats", *ODDITIES]  # of an example's result
+# of an example's result; answer: the option chosen, or of lm whether it is right; nats: the loss of
+# an lm continuation, else the sum of the options' mean losses
+COLUMNS = ["answer", "correct", "nats", *ODDITIES]
 
 # -- scoring ---------------------------------------------------------------------------------------
 
@@ -163,23 +165,16 @@ def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict]
     return [dict(zip(spans, of_depth.split(sizes, dim=1))) for of_depth in scores]
 
 
-@dataclass
-class Answer:
-    option: int  # lm: 1 if right
-    margin: float  # by which it won, nats
-    nats: float  # of an lm continuation, or the sum of the options' mean losses
-
-
-def decide_lm(example: Example, scores: dict) -> Answer:
+def decide_lm(example: Example, scores: dict) -> dict:
     """Right if every scored token is the greedy one, or if none is scored."""
     if not any(example.spans):
-        return Answer(1, math.inf, 0.0)
+        return {"answer": 1}
     loss, greedy, lead = scores[example.spans[0]]
-    margin = lead.min().abs().item()
-    return Answer(int(greedy.all()), margin, loss.double().sum().item())
+    near = lead.min().abs().item() < NEAR
+    return {"answer": int(greedy.all()), "nats": loss.double().sum().item(), "near_ties": near}
 
 
-def decide(example: Example, scores: dict, protocol) -> Answer:
+def decide(example: Example, scores: dict, protocol) -> dict:
     """The option of least mean loss, of equals the first. The mean of an empty span is NaN, which
     Python's min keeps where it comes first and passes over elsewhere. dclm compares exp(loss) in
     float32, where losses that differ may be equal.
@@ -189,8 +184,8 @@ def decide(example: Example, scores: dict, protocol) -> Answer:
     if protocol == "dclm":
         values = torch.tensor(values).exp().tolist()
     ranked = sorted(means.values())
-    margin = ranked[1] - ranked[0] if len(ranked) > 1 else math.inf
-    return Answer(values.index(min(values)), margin, sum(ranked))
+    near = len(ranked) > 1 and ranked[1] - ranked[0] < NEAR
+    return {"answer": values.index(min(values)), "nats": sum(ranked), "near_ties": near}
 
 
 class NotFiniteError(ValueError):
@@ -208,27 +203,24 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, di
         columns = dict(zip(COLUMNS, of_depth))
         for example in work.examples:
             if work.task.kind == "lm":
-                answer = decide_lm(example, scores)
+                found = decide_lm(example, scores)
             else:
-                answer = decide(example, scores, work.protocol)
-            number = example.number
-            columns["answer"][number] = answer.option
-            columns["correct"][number] = answer.option == example.gold
-            columns["nats"][number] = answer.nats
-            columns["near_ties"][number] = answer.margin < NEAR
-            for name in example.odd:
-                columns[name][number] = 1
+                found = decide(example, scores, work.protocol)
+            found["correct"] = found["answer"] == example.gold
+            found |= dict.fromkeys(example.odd, 1)
+            for name, value in found.items():
+                columns[name][example.number] = value
     if place.world > 1:
         total = torch.from_numpy(table).to(place.device)
         dist.all_reduce(total)
         table = total.cpu().numpy()
-    found = {}
+    results = {}
     for depth, of_depth in zip(settings.depths, table):
         if not np.isfinite(of_depth).all():
             why = "training diverged, or that is too deep"
             raise NotFiniteError(f"the model's answer at depth {depth} is not finite: {why}")
-        found[depth] = dict(zip(COLUMNS, of_depth))
-    return found
+        results[depth] = dict(zip(COLUMNS, of_depth))
+    return results
 
 
 def score_task(model, works: list[EncodedTask], settings: Settings) -> dict[int, dict]:
@@ -323,18 +315,15 @@ def open_run(run, device):
     """-> (model, tokenizer, config); a tokenizer that is not the checkpoint's is refused."""
     path = Path(run) / "tokenizer.json"
     try:
-        model, cfg, config = load_run(run, device, torch.float32 if device.type == "cpu" else None)
+        model, _, config = load_run(run, device, torch.float32 if device.type == "cpu" else None)
         known = config["tokenizer"]["sha256"]
         source = config["tokenizer"]["path"]
     except (FileNotFoundError, RuntimeError, *DAMAGE) as e:
         fail(f"{run}: {one_line(e)}; name the directory of a run that has a checkpoint")
     mend = "import the weights again" if "imported" in config else f"copy {source} there"
-    if not path.is_file():
-        fail(f"no tokenizer at {path}; {mend}")
-    enc = load_tokenizer(path) if file_hash(path) == known else None
-    if enc is None or enc.n_vocab != cfg.vocab_size:
-        fail(f"{path} is not the tokenizer the checkpoint was trained with; {mend}")
-    return model, enc, config
+    if not path.is_file() or file_hash(path) != known:
+        fail(f"{path} is not there, or not the tokenizer of the checkpoint; {mend}")
+    return model, load_tokenizer(path), config
 
 
 def validation(model, enc, config, settings: Settings) -> dict:

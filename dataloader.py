@@ -153,18 +153,6 @@ def pack_shard(folder, job, settings):
     }
 
 
-def still_good(path, entry, job, row):
-    """Whether a shard of an earlier run is whole on disk, and its source unchanged or deleted
-    since.
-    """
-    if entry["source"] != job.source or not path.exists():
-        return False
-    if path.stat().st_size != 128 + 2 * entry["rows"] * row:
-        return False
-    deleted = not all(source.exists() for source in job.paths)
-    return deleted or entry["source_sha256"] == file_hash(*job.paths)
-
-
 def plan(args):
     """The Settings and the jobs that the flags ask for; validation first, which training needs at
     once.
@@ -204,14 +192,21 @@ def check_settings(folder, manifest, settings):
 
 
 def earlier_shards(folder, manifest, jobs, row):
-    """{file: entry} of the jobs that an earlier run has done."""
-    jobs = {job.file: job for job in jobs}
+    """{file: entry} of the jobs that an earlier run has done: whole on disk, and their sources
+    unchanged or deleted since.
+    """
+    entries = {entry["file"]: entry for entry in [manifest["val"], *manifest["train"]] if entry}
     good = {}
-    for entry in [manifest["val"], *manifest["train"]]:
-        if entry and entry["file"] in jobs:
-            file = entry["file"]
-            if still_good(folder / file, entry, jobs[file], row):
-                good[file] = entry
+    for job in jobs:
+        path = folder / job.file
+        entry = entries.get(job.file)
+        if not entry or entry["source"] != job.source or not path.exists():
+            continue
+        if path.stat().st_size != 128 + 2 * entry["rows"] * row:
+            continue
+        deleted = not all(source.exists() for source in job.paths)
+        if deleted or entry["source_sha256"] == file_hash(*job.paths):
+            good[job.file] = entry
     return good
 
 
@@ -250,12 +245,12 @@ def pack_jobs(pool, workers, folder, jobs, settings):
             wait_until(can_start, PATIENCE, f"{jobs[0].source} to come")
 
 
-def refuse_foreign(out, jobs):
-    """Refuses a folder that is not of pack's making and has files of the names to be written."""
-    for job in jobs:
-        if (out / job.file).exists():
+def refuse_foreign(out, files):
+    """Refuses a folder that holds any of the files to be written, but of another making."""
+    for file in files:
+        if (out / file).exists():
             advice = "move it or choose another --out"
-            fail(f"{out} holds {job.file} but neither manifest.json nor tokenizer.json; {advice}")
+            fail(f"{out} holds a {file} of another making and no manifest.json; {advice}")
 
 
 def pack(args):
@@ -266,6 +261,7 @@ def pack(args):
         listed = read_checked(out / "manifest.json") or {"train": []}
         args.stream = max(args.stream, len(listed["train"]))
     settings, jobs = plan(args)
+    files = [job.file for job in jobs]
     with lock(out):
         manifest = read_checked(out / "manifest.json")
         good = {}
@@ -273,14 +269,10 @@ def pack(args):
             with outside(f"{out}/manifest.json is damaged", "delete it and pack again"):
                 check_settings(out, manifest, settings)
                 good = earlier_shards(out, manifest, jobs, args.seq_len + 1)
-        elif own.exists() and file_hash(own) != settings.tokenizer_sha256:
-            advice = "move it or choose another --out"
-            fail(f"{own} is another tokenizer than {args.tokenizer}; {advice}")
-        elif not own.exists():
-            refuse_foreign(out, jobs)
+        elif not own.exists() or file_hash(own) != settings.tokenizer_sha256:
+            refuse_foreign(out, [own.name, *files])
         write_atomic(own, Path(args.tokenizer).read_bytes())  # the rows' copy
         missing = [job for job in jobs if job.file not in good]
-        files = [job.file for job in jobs]
 
         def listed():
             """The shards up to the first that is missing: no file that is being replaced, and none

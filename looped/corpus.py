@@ -374,15 +374,12 @@ def check_disk(out, todo, size):
     """Says what will be fetched; ends the program where the disk has no room for it. size: bytes of
     a shard.
     """
-    need = len(todo) * size / 1e9
-    free = shutil.disk_usage(out).free / 1e9
-    count = len(todo)
-    print(
-        f"{out}: {count} shards to fetch, about {need:.3f} GB; {free:.3f} GB are free", flush=True
-    )
+    need = len(todo) * size
+    free = shutil.disk_usage(out).free
+    about = f"{len(todo)} shards, about {need / 1e9:.3f} GB"
+    print(f"{out}: {about} to fetch; {free / 1e9:.3f} GB are free", flush=True)
     if need > free:
-        room = f"{out} ({free:.3f} GB free)"
-        fail(f"about {need:.3f} GB do not fit into {room}; ask for fewer shards")
+        fail(f"{about}, do not fit into {out}; ask for fewer")
 
 
 def download(out, shards):

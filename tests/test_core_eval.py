@@ -978,12 +978,12 @@ def test_user_mistakes_end_in_one_line(run, start, tmp_path, capsys):
         (other / file.name).write_bytes(file.read_bytes())
     (other / "tokenizer.json").write_text((run / "tokenizer.json").read_text() + "\n")
     copy_it = "copy data/tokenizer.json there"
-    refused(capsys, lambda: start(path=other), "is not the tokenizer", copy_it)
+    refused(capsys, lambda: start(path=other), "not the tokenizer of the checkpoint", copy_it)
     (other / "tokenizer.json").unlink()
-    refused(capsys, lambda: start(path=other), "no tokenizer at", copy_it)
+    refused(capsys, lambda: start(path=other), "is not there", copy_it)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"imported": {}}))
-    refused(capsys, lambda: start(path=other), "no tokenizer at", "import the weights again")
+    refused(capsys, lambda: start(path=other), "is not there", "import the weights again")
     del config["tokenizer"]
     (other / "config.json").write_text(json.dumps(config))
     refused(capsys, lambda: start(path=other), "KeyError: 'tokenizer'")

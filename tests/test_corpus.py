@@ -201,7 +201,7 @@ def test_download_ends_right_through_drops_truncation_429_and_503(host, tmp_path
     assert any(span for _, span, _ in host.seen)  # drops are resumed
     assert all(token == "Bearer hf_secret" for *_, token in host.seen)
     said = capsys.readouterr()
-    assert "5 shards to fetch, about 0.000 GB" in said.out and "GB are free" in said.out
+    assert "5 shards, about 0.000 GB to fetch" in said.out and "GB are free" in said.out
     assert "hf_secret" not in said.out + said.err
     host.seen.clear()
     fetch(out)

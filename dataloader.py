@@ -341,8 +341,6 @@ class PackedData:
         if m is None:
             make = f"python dataloader.py pack … --out {self.folder}"
             fail(f"no manifest.json in {self.folder}; make it with {make}")
-        if m["shuffle"] not in ("all", "shard"):
-            raise ValueError("shuffle")
         if m["shuffle"] == "all" and not m["complete"]:
             again = "run the same python dataloader.py pack command again"
             fail(f"packing of {self.folder} is not finished; {again}")

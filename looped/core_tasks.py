@@ -119,12 +119,11 @@ BY_CATEGORY = {"jeopardy", "mmlu_zeroshot", "mmlu_fewshot", "bbq"}
 def read_table() -> list[Task]:
     tasks = []
     for index, line in enumerate(TABLE.strip().splitlines()[1:]):
-        label, folder, kind, shots, delimiter, v1, v2, *category = line.split(maxsplit=7)
+        label, folder, kind, shots, delimiter, v1, v2, *category = line.split()
         file = f"{folder}/{FILES.get(label, label)}.jsonl"
         chance = {"v1": float(v1), "v2": float(v2)}
         task = Task(label, file, kind, int(shots), DELIMITERS[delimiter], chance, index)
-        if category:
-            task.category = category[0]
+        task.category = " ".join(category)
         task.by_category = label in BY_CATEGORY
         tasks.append(task)
     return tasks

@@ -12,7 +12,7 @@ from tokenizer_train import train_bpe
 
 
 def make_tokenizer(path, texts, vocab_size=300):
-    ranks, _ = train_bpe(iter(texts), vocab_size)
+    ranks = train_bpe(iter(texts), vocab_size)
     save_tokenizer(path, ranks)
     return path
 

@@ -122,7 +122,7 @@ def make_texts(here):
     for i in range(4):
         texts = documents(300, seed=i, mean=20)
         write_parquet(here / "text" / f"s{i}.parquet", texts, row_group_size=100)
-    ranks, _ = train_bpe(iter(documents(200, seed=9)), 300)
+    ranks = train_bpe(iter(documents(200, seed=9)), 300)
     tokenizer.save_tokenizer(here / "tokenizer.json", ranks)
 
 

@@ -43,7 +43,7 @@ def enc(tmp_path_factory):
     rng = random.Random(0)
     path = tmp_path_factory.mktemp("words") / "tokenizer.json"
     texts = [" ".join(rng.choices(CORE_WORDS, k=30)) for _ in range(200)]
-    ranks, _ = train_bpe(iter(texts), 340)
+    ranks = train_bpe(iter(texts), 340)
     save_tokenizer(path, ranks)
     return load_tokenizer(path)
 

@@ -159,7 +159,7 @@ def test_rows_of_an_earlier_version_are_read_and_kept(folder, tokenizer, rows):
 
 def test_other_settings_are_refused(folder, tokenizer, rows, tmp_path, capsys):
     before, other = contents(rows), tmp_path / "other.json"
-    save_tokenizer(other, train_bpe(iter(documents(200, seed=10)), 300)[0])
+    save_tokenizer(other, train_bpe(iter(documents(200, seed=10)), 300))
 
     def again(*more, tokenizer=tokenizer, seq_len=64):
         return partial(pack, folder, tokenizer, rows, *more, seq_len=seq_len)

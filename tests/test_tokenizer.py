@@ -55,8 +55,9 @@ def corpus(seed=0, n=300):
 def trained(tmp_path_factory):
     """(the trainer's encoder, the same through the file and tiktoken, the file)"""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    ranks, trainer = tt.train_bpe(iter(corpus() + ODD), 1000)
-    save_tokenizer(path, ranks)
+    save_tokenizer(path, tt.train_bpe(iter(corpus() + ODD), 1000))
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(corpus() + ODD), 997, pattern=PATTERN)
     return trainer, load_tokenizer(path), path
 
 

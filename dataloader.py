@@ -42,6 +42,7 @@ from looped.tokenizer import BOS, encode_array, load_tokenizer
 from looped.unigram import unigram_entropy
 from looped.workers import worker_pool
 
+VAL_FILE = "val.npy"  # the validation shard
 BUFFER = 1000  # documents the packer chooses from
 PATIENCE = 1800.0  # seconds that a download or a packing in progress may stand still
 
@@ -61,16 +62,6 @@ class Settings:
     shuffle: str  # "all": one order of all rows; "shard": shard after shard, for a stream
     long_docs: str  # "crop", or "split" a document longer than a row into rows
     holdout: int  # N: one document in N of the files is for validation; 0: files are
-
-
-@dataclass
-class Job:
-    """A shard to be packed from the documents of some files."""
-
-    file: str
-    source: str
-    paths: list[Path]
-    split: str  # "train" or "val"
 
 
 def pieces(ids, settings):
@@ -111,41 +102,42 @@ def best_fit(documents, row):
         yield np.concatenate(parts)
 
 
-def pack_shard(folder, job, settings):
-    """The files of a job -> a .npy file of rows in the folder, and its entry in the manifest."""
+def pack_shard(folder, file, unit, settings):
+    """The documents of a Unit -> a .npy file of rows in the folder, and its entry in the manifest."""
     enc = load_tokenizer(folder / "tokenizer.json")
     row = settings.seq_len + 1
+    split = "val" if file == VAL_FILE else "train"
     counts = Counter()
     rows = 0
 
     def documents():
-        for text in corpus.texts(job.paths, job.split, settings.holdout, counts):
+        for text in corpus.texts(unit.paths, split, settings.holdout, counts):
             counts["documents"] += 1
             counts["bytes"] += len(text.encode())
             for piece in pieces(encode_array(enc, text), settings):
                 counts["tokens"] += len(piece)
                 yield piece
 
-    def write(file):
+    def write(out):
         nonlocal rows
-        file.write(npy_header(0, row))
+        out.write(npy_header(0, row))
         for tokens in best_fit(documents(), row):
             if len(tokens) < row:
                 counts["tokens of an incomplete last row"] = len(tokens)
                 break
-            file.write(tokens)
+            out.write(tokens)
             rows += 1
-        file.seek(0)
-        file.write(npy_header(rows, row))
+        out.seek(0)
+        out.write(npy_header(rows, row))
 
-    path = folder / job.file
+    path = folder / file
     write_atomic(path, write)
     left = counts["tokens of an incomplete last row"]
     counts["cropped tokens"] = counts["tokens"] - left - rows * row
     return {
-        "file": job.file,
-        "source": job.source,
-        "source_sha256": file_hash(*job.paths),
+        "file": file,
+        "source": unit.name,
+        "source_sha256": file_hash(*unit.paths),
         "rows": rows,
         "sha256": file_hash(path),
         # of documents, bytes and tokens (BOS included), of what was cropped or skipped
@@ -154,8 +146,8 @@ def pack_shard(folder, job, settings):
 
 
 def plan(args):
-    """The Settings and the jobs that the flags ask for; validation first, which training needs at
-    once.
+    """The Settings, and {file: Unit} of the shards that the flags ask for; validation first, which
+    training needs at once.
     """
     enc = load_tokenizer(args.tokenizer)
     if enc.n_vocab > 65_536:
@@ -175,10 +167,10 @@ def plan(args):
         long_docs=args.long_docs,
         holdout=sources.holdout,
     )
-    jobs = [Job("val.npy", sources.val.name, sources.val.paths, "val")]
+    units = {VAL_FILE: sources.val}
     for i, unit in enumerate(sources.train):
-        jobs.append(Job(f"shard_{i:05d}.npy", unit.name, unit.paths, "train"))
-    return settings, jobs
+        units[f"shard_{i:05d}.npy"] = unit
+    return settings, units
 
 
 def check_settings(folder, manifest, settings):
@@ -191,22 +183,22 @@ def check_settings(folder, manifest, settings):
         fail(f"{folder} was packed with {', '.join(changed)}; delete it or choose another --out")
 
 
-def earlier_shards(folder, manifest, jobs, row):
-    """{file: entry} of the jobs that an earlier run has done: whole on disk, and their sources
+def earlier_shards(folder, manifest, units, row):
+    """{file: entry} of the shards that an earlier run has packed: whole on disk, and their sources
     unchanged or deleted since.
     """
     entries = {entry["file"]: entry for entry in [manifest["val"], *manifest["train"]] if entry}
     good = {}
-    for job in jobs:
-        path = folder / job.file
-        entry = entries.get(job.file)
-        if not entry or entry["source"] != job.source or not path.exists():
+    for file, unit in units.items():
+        path = folder / file
+        entry = entries.get(file)
+        if not entry or entry["source"] != unit.name or not path.exists():
             continue
         if path.stat().st_size != 128 + 2 * entry["rows"] * row:
             continue
-        deleted = not all(source.exists() for source in job.paths)
-        if deleted or entry["source_sha256"] == file_hash(*job.paths):
-            good[job.file] = entry
+        deleted = not all(source.exists() for source in unit.paths)
+        if deleted or entry["source_sha256"] == file_hash(*unit.paths):
+            good[file] = entry
     return good
 
 
@@ -219,30 +211,31 @@ def save_manifest(folder, settings, entries, **more):
     write_checked(folder / "manifest.json", manifest | more)
 
 
-def pack_jobs(pool, workers, folder, jobs, settings):
-    """Yields the manifest's entry of each job in order. A job begins when its files are there and
+def pack_units(pool, workers, folder, units, settings):
+    """Yields the manifest's entry of each shard in order. One is begun when its files are there and
     one of the workers is free.
     """
-    jobs = deque(jobs)
+    waiting = deque(units.items())
     running = deque()
 
     def can_start():
-        return all(path.exists() for path in jobs[0].paths)
+        return all(path.exists() for path in waiting[0][1].paths)
 
-    while jobs or running:
+    while waiting or running:
         if running and running[0].done():
             yield running.popleft().result()
             continue
         busy = sum(not future.done() for future in running)
-        if jobs and busy < workers and can_start():
+        if waiting and busy < workers and can_start():
             # workers inherit the block, so that Ctrl-C reaches this process alone
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            running.append(pool.submit(pack_shard, folder, jobs.popleft(), settings))
+            file, unit = waiting.popleft()
+            running.append(pool.submit(pack_shard, folder, file, unit, settings))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         elif running:
             time.sleep(0.01)
         else:
-            wait_until(can_start, PATIENCE, f"{jobs[0].source} to come")
+            wait_until(can_start, PATIENCE, f"{waiting[0][1].name} to come")
 
 
 def refuse_foreign(out, files):
@@ -258,32 +251,31 @@ def pack(args):
     out = Path(args.out)
     own = out / "tokenizer.json"
     if args.stream:  # none is taken away: a training may be using it
-        listed = read_checked(out / "manifest.json") or {"train": []}
-        args.stream = max(args.stream, len(listed["train"]))
-    settings, jobs = plan(args)
-    files = [job.file for job in jobs]
+        known = read_checked(out / "manifest.json") or {"train": []}
+        args.stream = max(args.stream, len(known["train"]))
+    settings, units = plan(args)
     with lock(out):
         manifest = read_checked(out / "manifest.json")
         good = {}
         if manifest:
             with outside(f"{out}/manifest.json is damaged", "delete it and pack again"):
                 check_settings(out, manifest, settings)
-                good = earlier_shards(out, manifest, jobs, args.seq_len + 1)
+                good = earlier_shards(out, manifest, units, args.seq_len + 1)
         elif not own.exists() or file_hash(own) != settings.tokenizer_sha256:
-            refuse_foreign(out, [own.name, *files])
+            refuse_foreign(out, [own.name, *units])
         write_atomic(own, Path(args.tokenizer).read_bytes())  # the rows' copy
-        missing = [job for job in jobs if job.file not in good]
+        missing = {file: unit for file, unit in units.items() if file not in good}
 
         def listed():
             """The shards up to the first that is missing: no file that is being replaced, and none
             out of order.
             """
-            return [good[file] for file in takewhile(good.get, files)]
+            return [good[file] for file in takewhile(good.get, units)]
 
         if missing:
             save_manifest(out, settings, listed())
         with worker_pool(args.workers) as pool:
-            for entry in pack_jobs(pool, args.workers, out, missing, settings):
+            for entry in pack_units(pool, args.workers, out, missing, settings):
                 good[entry["file"]] = entry
                 save_manifest(out, settings, listed())
                 print(f"{entry['file']}: {entry['rows']:,} rows from {entry['source']}", flush=True)

@@ -103,7 +103,7 @@ def best_fit(documents, row):
 
 
 def pack_shard(folder, file, unit, settings):
-    """The documents of a Unit -> a .npy file of rows in the folder, and its entry in the manifest."""
+    """A Unit's documents -> a .npy file of rows in the folder, and its entry in the manifest."""
     enc = load_tokenizer(folder / "tokenizer.json")
     row = settings.seq_len + 1
     split = "val" if file == VAL_FILE else "train"

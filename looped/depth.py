@@ -99,7 +99,26 @@ def draw(cfg, u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return n, k
 
 
-GRANULARITIES = ("sequence", "batch", "token")  # what draws a depth of its own
+# Granularities: (sequences of a step, tokens of a sequence) -> the number of the draw that each
+# sequence, or token, takes.
+
+
+def by_sequence(batch: int, tokens: int) -> np.ndarray:
+    """Every sequence draws its own depth: (batch,)."""
+    return np.arange(batch)
+
+
+def by_batch(batch: int, tokens: int) -> np.ndarray:
+    """BATCH_GROUP consecutive sequences share a depth: (batch,)."""
+    return np.arange(batch) // BATCH_GROUP
+
+
+def by_token(batch: int, tokens: int) -> np.ndarray:
+    """Every token draws its own depth: (batch, tokens)."""
+    return np.arange(batch * tokens).reshape(batch, tokens)
+
+
+GRANULARITIES = {"sequence": by_sequence, "batch": by_batch, "token": by_token}
 
 
 def sample_depths(cfg, seed: int, step: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,11 +128,7 @@ def sample_depths(cfg, seed: int, step: int, batch: int) -> tuple[np.ndarray, np
     (seed, step, sequence).
     """
     key = sequence_key(seed, SEED_DEPTH, step)
-    index = np.arange(batch)  # the number of the draw that each sequence, or token, takes
-    if cfg.granularity == "batch":
-        index = index // BATCH_GROUP
-    elif cfg.granularity == "token":
-        index = np.arange(batch * cfg.seq_len).reshape(batch, cfg.seq_len)
+    index = GRANULARITIES[cfg.granularity](batch, cfg.seq_len)
     return draw(cfg, uniforms(key, index), uniforms(sequence_key(key, 2), index))
 
 
@@ -131,8 +146,8 @@ def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
 
 
 def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, k) of rows at a depth that next to no draw exceeds, one in ten million of the Poisson
-    laws: memory is tried with it.
+    """(n, k) of rows at a depth that next to no draw exceeds, one in ten million of the Poisson laws: memory is
+    tried with it.
     """
     return draw(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 0.999))
 

@@ -53,7 +53,7 @@ from looped.core_results import (
 )
 from looped.core_tasks import BUNDLE, PANELS, Panel, bundle_at, load_panel, own_task
 from looped.files import file_hash
-from looped.machine import ONE_PROCESS, Place, distributed, exact_products, to_device
+from looped.machine import ONE_PROCESS, Place, distributed, exact_products, leave, to_device
 from looped.randomness import SEED_EVAL, sequence_key
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
@@ -420,8 +420,7 @@ def main():
         score = "{name} {mean:.4f} ± {std:.4f}".format(**records[depth]["aggregate"])
         place.say(f"depth {depth}: {score}{rules}")
     place.say(f"written: {path}")
-    if place.world > 1:
-        dist.destroy_process_group()
+    leave(place)
 
 
 if __name__ == "__main__":

@@ -702,8 +702,8 @@ def train(args, progress: dict) -> None:
         leave(place)
         return
     fit = fit_memory(model, optimizer, args, place, rows_given)
-    args.device_batch_size = fit.rows
-    choices = choices_made(args, cfg, place, fit)
+    args.device_batch_size = fit.step.rows
+    choices = choices_made(args, cfg, place, fit, rows_given)
     choices["activations"] = (args.dtype, dtype_reason)
     choices["compile"] = ("on" if compiled else "off", compile_reason)
     if compiled:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from looped.checkpoint import checkpoints, join_writer
-from looped.machine import Place, peak_memory, pick_device
+from looped.console import one_line
+from looped.machine import Place
 from looped.memory import less_memory
 
 
@@ -26,11 +27,17 @@ def explain(e: Exception, args, progress: dict) -> None:
         raise e
     with contextlib.suppress(OSError):
         join_writer()
-    saved = ["none", *checkpoints(Path(args.out or "none"))][-1]
     where = f"rank {rank} of {world}, after step {progress['step']}"
-    advice = f"last checkpoint: {saved}; the same command with --resume continues"
+    advice = (
+        f"{last_checkpoint(Path(args.out or 'none'))}; the same command with --resume continues"
+    )
     print(f"error: {where}: {what}; {advice}", file=sys.stderr, flush=True)
     sys.exit(1)
+
+
+def last_checkpoint(run: Path) -> str:
+    found = checkpoints(run)
+    return f"last checkpoint: {found[-1] if found else 'none'}"
 
 
 def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None:
@@ -39,13 +46,9 @@ def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None
     if no_memory or re.search("allocate memory|bad_alloc", str(e)):
         rows = args.device_batch_size or 1
         advice = less_memory(rows, args.batch_size or 1, world)
-        device = torch.device(pick_device(args.device))
-        kind = "GPU's " if device.type == "cuda" else ""
-        peak = f"peak {peak_memory(device):.1f} GiB"
-        return f"out of {kind}memory with --device-batch-size {rows} ({peak}); {advice}"
+        return f"out of memory with --device-batch-size {rows} ({one_line(e)}); {advice}"
     if isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
-        reason = str(e).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        return f"another rank ended or hangs, and said why if it could ({reason})"
+        return f"another rank ended or hangs, and said why if it could ({one_line(e)})"
     if isinstance(e, OSError) and progress["step"]:
         return f"{e.filename or args.out}: {e.strerror or e}"
     return None
@@ -75,17 +78,18 @@ def save_last_step(run, step: int) -> None:
 def stop_diverged(run, step: int) -> None:
     """Ends a run (train.py's Run) whose last run.bad steps had no finite loss or gradient."""
     join_writer()
-    B = run.args.batch_size
-    first = (step - run.bad) * B
-    saved = ["none", *checkpoints(run.folder)][-1]
+    args = run.args
     if run.place.rank == 0:
-        steps = f"{run.bad} steps in a row, sequences {first} to {step * B - 1}"
-        rates = f"--adam-lr (now {run.args.adam_lr:g})"
-        if run.args.optimizer != "adamw":
-            rates += f" or --muon-lr (now {run.args.muon_lr:g})"
-        advice = f"last good checkpoint: {saved}. Lower {rates}"
-        text = f"stopped at step {step}: {steps}, had no finite loss or gradient; {advice}"
-        print(text, file=sys.stderr)
+        first = (step - run.bad) * args.batch_size
+        last = step * args.batch_size - 1
+        rates = f"--adam-lr (now {args.adam_lr:g})"
+        if args.optimizer != "adamw":
+            rates += f" or --muon-lr (now {args.muon_lr:g})"
+        print(
+            f"stopped at step {step}: {run.bad} steps in a row, sequences {first} to {last}, had "
+            f"no finite loss or gradient; {last_checkpoint(run.folder)}; lower {rates}",
+            file=sys.stderr,
+        )
     sys.exit(1)
 
 

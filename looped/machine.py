@@ -67,15 +67,16 @@ ONE_PROCESS = Place(0, 1, torch.device("cpu"))  # alone, on the CPU
 
 def pick_device(name: str) -> str:
     """The device of that name, which must be here; auto: an NVIDIA GPU, an Apple GPU, or the CPU."""
-    if name == "mps" and not torch.backends.mps.is_available():
-        fail("--device mps: torch finds none here; try --device cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: torch finds none here; try --device cpu")
-    if name != "auto":
-        return name
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    here = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        return next(kind for kind, found in here.items() if found)
+    if not here[name]:
+        fail(f"--device {name}: torch finds none here; try --device cpu")
+    return name
 
 
 def distributed(name: str) -> Place:
@@ -104,26 +105,22 @@ def distributed(name: str) -> Place:
     return Place(rank, world, device)
 
 
-def core_ticks(stat: Path = Path("/proc/stat")) -> dict[int, np.ndarray]:
-    """Of each core that this process may use: ticks at rest, ticks in all. Linux only."""
-    ticks = {}
+def core_ticks(stat: Path = Path("/proc/stat")) -> np.ndarray:
+    """(cores that this process may use, 2): ticks at rest, ticks in all. Linux only."""
+    own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ticks = []
     for line in stat.read_text().splitlines():
         name, *counts = line.split()
-        number = name.removeprefix("cpu")
-        if number.isdigit() and int(number) in os.sched_getaffinity(0):
+        if name in own:
             counts = np.array(counts[:8], int)  # user, nice, system, idle, iowait, …, steal
-            ticks[int(number)] = np.array([counts[3] + counts[4], counts.sum()])
-    return ticks
+            ticks.append([counts[3] + counts[4], counts.sum()])
+    return np.array(ticks)
 
 
-def cores_at_rest(before: dict, after: dict) -> int:
+def cores_at_rest(before: np.ndarray, after: np.ndarray) -> int:
     """How many cores rested for most of the time between two `core_ticks`."""
-    count = 0
-    for core in before.keys() & after.keys():
-        resting, total = after[core] - before[core]
-        if resting > total / 2:
-            count += 1
-    return count
+    resting, total = (after - before).T
+    return int((resting > total / 2).sum())
 
 
 def note_busy_cores(place: Place) -> None:
@@ -203,14 +200,14 @@ def note_other_code(run: Path, config: dict) -> None:
 
 def environment() -> dict:
     """Versions and source state, for config.json."""
-    versions = {"python": platform.python_version()}
-    versions |= {"torch": torch.__version__, "numpy": np.__version__}
-    commit = git("rev-parse", "HEAD")
-    diff = git("diff", "HEAD", "--", "*.py")
     return {
-        "git": {"commit": commit, "diff": diff},
+        "git": {"commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD", "--", "*.py")},
         "network_code": network_code(),
-        "versions": versions,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
         "machine": machine_name(),
     }
 

@@ -7,7 +7,6 @@ beside a stand-in for the GPU's driver, which runs no kernel (results/rehearsal.
 them within 10 % (tests/test_gpu.py).
 """
 
-import contextlib
 import gc
 import math
 import time
@@ -128,53 +127,52 @@ def predict_memory(cfg, step: Step) -> Memory:
     several devices a buffer for that part of the reduced gradient. Muon's second moment is one
     number a row or column: left out.
     """
-    others = other_parameters(cfg)
-    stacks = matrix_stacks(cfg)
-    by_muon = []
-    updated = []  # numbers of the stacks that are updated at once
-    if step.optimizer == "muon":
-        for stack in stacks:  # filled up, so that each device owns as many matrices
-            matrix = stack.rows * stack.columns
-            filled = math.ceil(stack.count / step.world) * step.world
-            by_muon.append(filled * matrix)
-            if step.world > 1:  # in thirds: muon.py (small stacks whole, which is a few MB)
-                filled = math.ceil(stack.count / (3 * step.world)) * step.world
-            updated.append(filled * matrix)
-    parameters = others + (sum(by_muon) or sum(stack.numbers() for stack in stacks))
-    by_adamw = parameters - sum(by_muon)
-    state = parameters + by_adamw + (parameters if step.world > 1 else 0)
     # AdamW's largest buffer, a table: compiled, the gradient's square for its norm; else its steps;
     # and with update clipping two more. Four copies of Muon's largest buffer.
     copies = 1 if step.compiled else 3
     if step.optimizer == "adamw":
         copies += 2
-    table = cfg.vocab_size * cfg.d_model
-    temporary = [copies * table, *(4.15 * numbers for numbers in updated)]
+    update = copies * cfg.vocab_size * cfg.d_model
+    by_muon = 0
+    by_adamw = other_parameters(cfg)
+    for stack in matrix_stacks(cfg):
+        if step.optimizer != "muon":
+            by_adamw += stack.numbers()
+            continue
+        # filled up, so that each device owns as many matrices; updated in thirds: muon.py (small
+        # stacks whole, which is a few MB)
+        own = math.ceil(stack.count / step.world)
+        at_once = math.ceil(own / 3) if step.world > 1 else own
+        row_of_ranks = step.world * stack.rows * stack.columns  # a matrix of each
+        by_muon += own * row_of_ranks
+        update = max(update, 4.15 * (at_once * row_of_ranks))
+    parameters = by_adamw + by_muon
+    state = parameters + by_adamw + (parameters if step.world > 1 else 0)
     return Memory(
         weights=4.0 * parameters,
         gradients=4.0 * parameters,
         optimizer_state=4.0 * state / step.world,
         activations=activation_bytes(cfg, step),
         logits=logit_bytes(cfg, step),
-        update=4.0 * max(temporary) / step.world,
+        update=4.0 * update / step.world,
     )
 
 
 def activation_bytes(cfg, step: Step) -> float:
     """Bytes alive at the start of the backward pass, logits left out."""
-    n, k = deepest(cfg, 1)
+    _, k = deepest(cfg, 1)
     loops = int(k[0])  # with gradient
     block = KEPT_BESIDE_MLP * cfg.d_model + of_mlp(KEPT_OF_MLP, cfg) * cfg.d_mlp
     if step.keep_less:
         block = LESS_BESIDE_MLP * cfg.d_model + of_mlp(LESS_OF_MLP, cfg) * cfg.d_mlp
     ends = cfg.n_prelude + cfg.n_coda
     blocks = ends + cfg.n_core * loops
-    numbers = kept_by_mechanism(cfg, int(n[0]), loops)
+    starts = 0
     if step.checkpoint_loops and loops:
         blocks = max(ends, cfg.n_prelude + cfg.n_core)
-        numbers += 2 * cfg.d_model * loops  # what a recomputed loop starts from
+        starts = 2 * cfg.d_model * loops  # what a recomputed loop starts from
     tokens = step.rows * cfg.seq_len
-    kept = step.number_bytes * tokens * (numbers + block * blocks)
+    kept = step.number_bytes * tokens * (starts + block * blocks)
     if step.residual_bytes > step.number_bytes:
         # what the two norms of a block, a loop's decay, the readout and the last norm read
         residual = cfg.d_model * (2 * blocks + loops + 2)
@@ -189,15 +187,6 @@ def activation_bytes(cfg, step: Step) -> float:
         layers = blocks - once * (loops - 1)
         copies = layers * cfg.block_matmul() + cfg.vocab_size * cfg.d_model
     return kept + step.number_bytes * copies
-
-
-def kept_by_mechanism(cfg, without: int, loops: int) -> float:
-    """Numbers per token that a loop mechanism keeps beside the plain loop's (not fitted)."""
-    if cfg.mechanism == "hyper":
-        return cfg.d_model * (cfg.streams + (cfg.streams + 2) * loops)
-    if cfg.mechanism == "attnres":
-        return cfg.d_model * (without + loops + 1)
-    return 0.0
 
 
 def logit_bytes(cfg, step: Step) -> float:
@@ -230,15 +219,11 @@ def less_memory(rows: int, batch: int, world: int) -> str:
 
 @dataclass
 class MemoryFit:
-    """What is held at once, and why."""
+    """What is held at once, and what finding it took."""
 
-    rows: int  # device batch
-    rows_reason: str
-    loss_chunk: int  # tokens; 0: all
-    chunk_reason: str
-    peak: float = 0.0  # GiB on a GPU, at the deepest depth to be expected
-    keeps_less: bool = False  # for the backward pass
-    seconds: float = 0.0  # that finding it took, with all compiling
+    step: Step
+    peak: float  # GiB on a GPU, at the deepest depth to be expected; elsewhere 0
+    seconds: float  # with all compiling
 
 
 def check_memory(cfg, optimizer: str, place: Place) -> None:
@@ -267,6 +252,9 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
     steps = possible_steps(model, optimizer, args, place, rows_given)
     if place.is_gpu:
         room = usable_memory(free_memory(place))
+        total = torch.cuda.get_device_properties(place.device).total_memory
+        # what would leave less than HEADROOM free raises OutOfMemoryError
+        torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0), place.device)
         while len(steps) > 1 and predict_memory(model.cfg, steps[0]).peak() > room:
             steps.pop(0)
     for step in steps:
@@ -280,16 +268,9 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
         advice = less_memory(step.rows, args.batch_size, place.world)
         named = memory_named(model, step, place)
         fail(f"--device-batch-size {step.rows} does not fit {named}; {advice}")
-    rows_reason = "fits, and divides the batch" if place.is_gpu else "divides the batch"
-    return MemoryFit(
-        rows=step.rows,
-        rows_reason="given" if rows_given else rows_reason,
-        loss_chunk=step.loss_chunk,
-        chunk_reason=chunk_reason(args, step.loss_chunk, place),
-        peak=peak,
-        keeps_less=step.keep_less,
-        seconds=time.perf_counter() - started,
-    )
+    if place.is_gpu:
+        torch.cuda.set_per_process_memory_fraction(1.0, place.device)
+    return MemoryFit(step, peak, time.perf_counter() - started)
 
 
 def possible_steps(model, optimizer, args, place: Place, rows_given: bool) -> list[Step]:
@@ -344,24 +325,21 @@ def memory_named(model, step: Step, place: Place) -> str:
     return f"the GPU's memory: {room}, and the deepest depth needs some {need:.1f}"
 
 
-def chunk_reason(args, chunk: int, place: Place) -> str:
-    if args.loss_chunk is not None:
-        return "given"
-    if not place.is_gpu:
-        return f"the logits of {CPU_CHUNK} tokens fit a processor's caches"
-    return "all logits at once would not fit" if chunk else "all logits fit at once"
-
-
 def free_memory(place: Place) -> float:
     """Bytes that this program can have on the GPU that has the least, its own cache included."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(place.device)
     free += torch.cuda.memory_reserved(place.device)
+    return least(float(free), place)
+
+
+def least(value: float, place: Place) -> float:
+    """The least of the ranks' values."""
     if place.world == 1:
-        return float(free)
-    least = torch.tensor(float(free), device=place.device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return least.item()
+        return value
+    shared = torch.tensor(value, device=place.device)
+    dist.all_reduce(shared, dist.ReduceOp.MIN)
+    return shared.item()
 
 
 def usable_memory(free: float) -> float:
@@ -381,43 +359,28 @@ def keep_less(less: bool) -> None:
     config.ban_recompute_materialized_backward = not less
 
 
-@contextlib.contextmanager
-def headroom_kept(place: Place):
-    """Within, allocations that would leave less than HEADROOM free raise OutOfMemoryError."""
-    if not place.is_gpu:
-        yield
-        return
-    total = torch.cuda.get_device_properties(place.device).total_memory
-    part = usable_memory(free_memory(place)) / total
-    torch.cuda.set_per_process_memory_fraction(min(part, 1.0), place.device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, place.device)
-
-
 def try_step(model, optimizer, step: Step, place: Place) -> float | None:
     """The warm-up's peak, GiB on a GPU; None where it did not fit on every rank."""
-    peak = 0.0
     if model.is_compiled:
         keep_less(step.keep_less)
     if place.is_gpu:
         torch.cuda.reset_peak_memory_stats(place.device)
-    with headroom_kept(place):
-        fits = succeeds(partial(warm_up, model, step.rows, place), optimizer, place)
-        if fits and place.world == 1:
-            fits = succeeds(optimizer.rehearse, optimizer, place)
-        elif fits:  # the ranks wait for each other in it, so one that lacks memory must end the run
-            optimizer.rehearse()
-        if not fits:
-            if model.is_compiled:
-                # else the next try's rows would share a slower graph for any number of rows
-                torch._dynamo.reset()
-            gc.collect()
-            return None
-    if place.is_gpu:
-        peak = torch.cuda.max_memory_allocated(place.device) / GIB
-        torch.cuda.reset_peak_memory_stats(place.device)  # training's own peak is logged
+    fits = succeeds(partial(warm_up, model, step.rows, place), optimizer, place)
+    if fits and place.world == 1:
+        fits = succeeds(optimizer.rehearse, optimizer, place)
+    elif fits:  # the ranks wait for each other in it, so one that lacks memory must end the run
+        optimizer.rehearse()
+    if not fits:
+        if model.is_compiled:
+            # else the next try's rows would share a slower graph for any number of rows
+            torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
+    if not place.is_gpu:
+        return 0.0
+    peak = torch.cuda.max_memory_allocated(place.device) / GIB
+    torch.cuda.reset_peak_memory_stats(place.device)  # training's own peak is logged
     return peak
 
 
@@ -429,11 +392,7 @@ def succeeds(part, optimizer, place: Place) -> bool:
     except torch.OutOfMemoryError:
         fits = 0.0
     optimizer.zero_grad()
-    if place.world > 1:
-        least = torch.tensor(fits, device=place.device)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        fits = least.item()
-    return fits > 0
+    return least(fits, place) > 0
 
 
 def warm_up(model, rows: int, place: Place) -> None:
@@ -449,6 +408,9 @@ def warm_up(model, rows: int, place: Place) -> None:
     ids = tokens[:, :-1]
     targets = tokens[:, 1:]
     for n, k in warm_up_depths(cfg, rows, place.is_gpu):
+        if cfg.granularity == "token":  # a row's tokens are as deep as the row
+            n = np.repeat(n[:, None], cfg.seq_len, axis=1)
+            k = np.repeat(k[:, None], cfg.seq_len, axis=1)
         loss, _ = model.loss(ids, targets, keys, n, k)
         loss.backward()
     model.losses(ids, targets, [cfg.mu_rec], keys)
@@ -466,10 +428,4 @@ def warm_up_depths(cfg, rows: int, deep: bool) -> list[tuple[np.ndarray, np.ndar
     depths = [(ones, ones), (ragged, ones), (none, ragged)]
     if deep:
         depths.append(deepest(cfg, rows))
-    if cfg.granularity == "token":
-        shape = (rows, cfg.seq_len)
-        return [
-            (np.broadcast_to(n[:, None], shape), np.broadcast_to(k[:, None], shape))
-            for n, k in depths
-        ]
     return depths

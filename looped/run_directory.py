@@ -74,12 +74,9 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
         note_other_code(run, begun)
     elif continued:
         print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
-    try:
-        if not newest:  # the code may be another than when the run was begun
-            write_atomic(file, json.dumps(config, indent=1).encode())
-        write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
-    except OSError as e:
-        fail(f"{e}; the run directory is {run}")
+    if not newest:  # the code may be another than when the run was begun
+        write_atomic(file, json.dumps(config, indent=1).encode())
+    write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
     for left in run.glob(".step_*.tmp"):  # of a killed run
         left.unlink()
     return newest
@@ -97,14 +94,12 @@ def hold_run(run: Path) -> None:
         if foreign:
             advice = f"restore that, or name another with --out, for example --out {run / 'run'}"
             fail(f"{run} holds {foreign[0]} but no config.json: no run to continue; {advice}")
-    try:
+    advice = "name another run with --out"
+    with outside(f"the run directory is {run}, and cannot be made", advice, OSError):
         run.mkdir(parents=True, exist_ok=True)
         held = take_lock(run)
-    except OSError as e:
-        fail(f"{e}; the run directory is {run}")
     if held is None:
-        advice = "wait for it, or name another run with --out"
-        fail(f"{run} is being trained by another process; {advice}")
+        fail(f"{run} is being trained by another process; wait for it, or {advice}")
     _held.append(held)
 
 

@@ -49,10 +49,11 @@ def worker_pool(n):
 def one_ahead(function, items):
     """Yields function(item) of each, computed in a thread while the one before is in use."""
     pool = ThreadPoolExecutor(1)  # not in `with`, where Ctrl-C would wait for it
-    coming = []
+    coming = None
     for item in items:
-        coming.append(pool.submit(function, item))
-        if len(coming) == 2:
-            yield coming.pop(0).result()
-    for last in coming:
-        yield last.result()
+        ready = coming
+        coming = pool.submit(function, item)
+        if ready:
+            yield ready.result()
+    if coming:
+        yield coming.result()

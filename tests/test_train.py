@@ -839,7 +839,7 @@ def test_memory_probe_shrinks_to_what_fits_and_refuses_what_was_asked_for(capsys
 
     def fit(rows, batch, given=False):
         args = argparse.Namespace(device_batch_size=rows, batch_size=batch, loss_chunk=None)
-        return fit_memory(model, optimizer, args, place, given).rows
+        return fit_memory(model, optimizer, args, place, given).step.rows
 
     assert fit(16, 48) == 4 and fit(9, 36) == 4  # of 36 rows 4 divides, and so does 9 // 2
     refused(capsys, lambda: fit(16, 48, True), "try --device-batch-size 8")

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.profiler import profile
 
 import train
@@ -23,7 +22,7 @@ from looped.console import Parser, fail, positive_int, run_cli
 from looped.depth import sample_depths
 from looped.figures import fmt, table
 from looped.files import write_atomic
-from looped.machine import Place, best_dtype, distributed, machine_name, peak_flops
+from looped.machine import Place, best_dtype, distributed, leave, machine_name, peak_flops
 from looped.memory import CPU_CHUNK, warm_up
 from looped.randomness import SEED_STATE, sequence_keys
 from looped.settings import settle
@@ -136,8 +135,7 @@ def main(argv=None):
     place.say("\n".join(lines))
     if place.rank == 0:
         write_atomic(args.out, "\n".join(lines).encode())
-    if place.world > 1:
-        dist.destroy_process_group()
+    leave(place)
 
 
 if __name__ == "__main__":

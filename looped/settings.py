@@ -54,11 +54,10 @@ def settle(args, cfg, recipe, world: int) -> int:
     settle_batch(args, world)
     steps = round(args.tokens / (args.batch_size * cfg.seq_len))
     if steps < 1:
-        step = f"one step of {args.batch_size} × {cfg.seq_len} tokens"
         length = f"--tokens {args.tokens:g} is"
         if args.flops is not None:
             length = f"--flops {args.flops:g} is {args.tokens:g} tokens,"
-        refuse(f"{length} less than {step}")
+        refuse(f"{length} less than one step of {args.batch_size} × {cfg.seq_len} tokens")
     check_ramps(args, steps)
     settle_evaluation(args, cfg, steps)
     return steps
@@ -68,16 +67,22 @@ def settle_optimizer(args, recipe) -> None:
     """Refuses flags of the optimiser that is not used."""
     optimizer = args.optimizer or recipe.optimizer
     if optimizer == "adamw":
-        for name in MUON_FLAGS:
-            if getattr(args, name) is not None:
-                why = f"is Muon's, and has no meaning with --optimizer {optimizer}; leave it out"
-                refuse(f"{flag(name)} {why}")
+        given = [name for name in MUON_FLAGS if getattr(args, name) is not None]
+        why = f"is Muon's, and has no meaning with --optimizer {optimizer}; leave it out"
+        refuse_given(MUON_FLAGS, given, why)
         args.momentum_warmup = 0
     if args.weight_decay is None:
         args.weight_decay = 0.0 if optimizer == "adamw" else 0.2
     if optimizer == "muon" and args.muon_lr is None and recipe.muon_lr == 0:
         why = f"the recipe of {args.preset} has none; try --muon-lr 8e-3"
         refuse(f"--optimizer muon needs a rate, and {why}")
+
+
+def refuse_given(names, given, why: str) -> None:
+    """Refuses those of the flags in names that were given, which would change nothing."""
+    idle = [flag(name) for name in given if name in names]
+    if idle:
+        refuse(f"{' '.join(idle)} {why}")
 
 
 def settle_batch(args, world: int) -> None:
@@ -137,22 +142,17 @@ def eval_depths(args, cfg, final: bool) -> list[int]:
 
 def check_meaning(preset: str, given: dict, settings: dict) -> None:
     """Refuses flags that were given and would change nothing in a network of these settings."""
-    meaningless = [flag(name) for name in given if name in LOOP_FLAGS]
-    if settings["n_core"] == 0 and meaningless:
-        refuse(
-            f"{' '.join(meaningless)} has no meaning for --preset {preset} with --n-core 0: "
-            "no loop; try --n-core 1 --mu-rec 8"
-        )
-    injection, mechanism = settings["injection"], settings["mechanism"]
-    meaningless = [flag(name) for name in DIAGONAL_FLAGS if name in given]
-    if injection != "diagonal" and meaningless:
-        why = f"has no meaning with --injection {injection}, only with diagonal; leave it out"
-        refuse(f"{' '.join(meaningless)} {why}")
-    if "streams" in given and mechanism != "hyper":
-        refuse(f"--streams has no meaning with --mechanism {mechanism}; try --mechanism hyper")
-    whole = settings["sampling"] == "poisson-full"
-    if whole and "mu_bwd" in given and given["mu_bwd"] not in (0, settings["mu_rec"]):
+    if settings["n_core"] == 0:
+        why = f"has no meaning for --preset {preset} with --n-core 0: no loop"
+        refuse_given(LOOP_FLAGS, given, f"{why}; try --n-core 1 --mu-rec 8")
+    if settings["injection"] != "diagonal":
+        why = f"has no meaning with --injection {settings['injection']}, only with diagonal"
+        refuse_given(DIAGONAL_FLAGS, given, f"{why}; leave it out")
+    if settings["mechanism"] != "hyper":
+        why = f"has no meaning with --mechanism {settings['mechanism']}; try --mechanism hyper"
+        refuse_given(["streams"], given, why)
+    if settings["sampling"] == "poisson-full" and settings["mu_bwd"] not in (0, settings["mu_rec"]):
         why = "has no meaning with --sampling poisson-full: all loops carry gradient; leave it out"
-        refuse(f"--mu-bwd {given['mu_bwd']} {why}")
+        refuse_given(["mu_bwd"], given, f"{given.get('mu_bwd')} {why}")
     if settings["mu_rec"] > MAX_MU_REC:
         refuse(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")

@@ -41,29 +41,18 @@ def write_atomic(path, content):
 
 
 @contextlib.contextmanager
-def lock(folder):
-    """Makes the folder; `with lock(folder):` lets one process at a time write to it, and ends with
-    that process.
+def lock(folder, verb="written"):
+    """Makes the folder; `with lock(folder):` keeps other processes from it until the block, or this
+    process, ends, even if killed. Programs that this one starts do not keep it.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    file = take_lock(folder)
-    if file is None:
-        fail(f"another process is writing to {folder}; wait for it or choose another --out")
-    with file:
+    with open(Path(folder) / LOCK, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            advice = "wait for it, or name another with --out"
+            fail(f"{folder} is being {verb} by another process; {advice}")
         yield
-
-
-def take_lock(folder):
-    """The open file that keeps others from the folder until it is closed or the process ends, even
-    if killed; None where another has it. Programs that this one starts do not keep it.
-    """
-    file = open(Path(folder) / LOCK, "w")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
 
 
 def file_hash(*paths):

@@ -71,18 +71,12 @@ class Step:
 class Memory:
     """Bytes of one device, by part."""
 
-    weights: float
-    gradients: float
-    optimizer_state: float
-    activations: float
-    logits: float
-    update: float  # temporary tensors of the optimiser's step, when activations and logits are gone
-
-    def static(self) -> float:
-        return ROUNDING * (self.weights + self.gradients + self.optimizer_state)
+    static: float  # weights, gradients and the optimiser's state
+    activations: float  # and logits, at the start of the backward pass
+    update: float  # temporary tensors of the optimiser's step, when the activations are gone
 
     def peak(self) -> float:
-        return self.static() + max(self.activations + self.logits, self.update)
+        return self.static + max(self.activations, self.update)
 
 
 @dataclass(frozen=True)
@@ -149,11 +143,8 @@ def predict_memory(cfg, step: Step) -> Memory:
     parameters = by_adamw + by_muon
     state = parameters + by_adamw + (parameters if step.world > 1 else 0)
     return Memory(
-        weights=4.0 * parameters,
-        gradients=4.0 * parameters,
-        optimizer_state=4.0 * state / step.world,
-        activations=activation_bytes(cfg, step),
-        logits=logit_bytes(cfg, step),
+        static=ROUNDING * (4.0 * parameters + 4.0 * parameters + 4.0 * state / step.world),
+        activations=activation_bytes(cfg, step) + logit_bytes(cfg, step),
         update=4.0 * update / step.world,
     )
 
@@ -230,7 +221,7 @@ def check_memory(cfg, optimizer: str, place: Place) -> None:
     """Ends the program where a GPU could not even hold weights, gradients and their moments."""
     if not place.is_gpu:
         return
-    need = predict_memory(cfg, Step(1, optimizer, place.world)).static()
+    need = predict_memory(cfg, Step(1, optimizer, place.world)).static
     free = free_memory(place)
     if need > free:
         fail(

@@ -4,14 +4,13 @@ import contextlib
 import json
 import os
 import time
-from collections import deque
 from pathlib import Path
 
 import torch
 
 from looped.checkpoint import network_differences, newest_checkpoint
 from looped.console import DAMAGE, fail, flag, outside
-from looped.files import LOCK, file_hash, take_lock, write_atomic
+from looped.files import LOCK, file_hash, lock, write_atomic
 from looped.machine import note_other_code, peak_flops, peak_memory
 from looped.settings import eval_depths
 from looped.validation import rows_asked
@@ -82,7 +81,7 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
     return newest
 
 
-_held: list = []  # the lock of the run that this process trains
+_held = contextlib.ExitStack()  # the lock of the run that this process trains
 
 
 def hold_run(run: Path) -> None:
@@ -94,19 +93,14 @@ def hold_run(run: Path) -> None:
         if foreign:
             advice = f"restore that, or name another with --out, for example --out {run / 'run'}"
             fail(f"{run} holds {foreign[0]} but no config.json: no run to continue; {advice}")
-    advice = "name another run with --out"
-    with outside(f"the run directory is {run}, and cannot be made", advice, OSError):
-        run.mkdir(parents=True, exist_ok=True)
-        held = take_lock(run)
-    if held is None:
-        fail(f"{run} is being trained by another process; wait for it, or {advice}")
-    _held.append(held)
+    what = f"the run directory is {run}, and cannot be made"
+    with outside(what, "name another with --out", OSError):
+        _held.enter_context(lock(run, "trained"))
 
 
 def release_run() -> None:
     """Lets other processes have the run."""
-    while _held:
-        _held.pop().close()
+    _held.close()
 
 
 os.register_at_fork(after_in_child=release_run)  # the lock is its parent's
@@ -154,7 +148,7 @@ class RunLog:
         self.every = args.log_every
         self.device = device
         self.peak = peak_flops(device)
-        self.recent: deque[float] = deque(maxlen=50)  # milliseconds of the last steps
+        self.steps = 0  # that this process has made
         self.began = time.perf_counter()
         self.last = self.began
         path = run / "log.jsonl"
@@ -188,7 +182,7 @@ class RunLog:
         now = time.perf_counter()
         ms = (now - self.last) * 1e3
         self.last = now
-        self.recent.append(ms)
+        self.steps += 1
         tokens = self.config["args"]["batch_size"] * self.config["model"]["seq_len"]
         entry["tok_s"] = tokens * 1e3 / ms
         entry["ms"] = ms
@@ -203,7 +197,7 @@ class RunLog:
         step = entry["step"]
         steps = self.config["steps"]
         shown = dict(entry)
-        shown["minutes_left"] = (steps - step) * sum(self.recent) / len(self.recent) / 6e4
+        shown["minutes_left"] = (steps - step) * entry["time"] / self.steps / 60
         if self.peak:
             flops = entry["tok_s"] * self.config["flops_per_token"] / self.config["ranks"]
             shown["mfu"] = flops / self.peak

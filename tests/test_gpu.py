@@ -211,12 +211,12 @@ UPDATE = [
 @pytest.mark.parametrize("name, step, size", UPDATE)
 def test_predicted_memory_of_an_update_is_that_of_a_rank(name, step, size):
     predicted = predict_memory(PRESETS[name], step)
-    assert (predicted.static() + predicted.update) / GIB == pytest.approx(size, rel=0.05)
+    assert (predicted.static + predicted.update) / GIB == pytest.approx(size, rel=0.05)
 
 
 @pytest.mark.parametrize("name, step, size", STATIC)
 def test_predicted_memory_at_rest_is_that_of_a_rank(name, step, size):
-    assert predict_memory(PRESETS[name], step).static() / GIB == pytest.approx(size, rel=0.1)
+    assert predict_memory(PRESETS[name], step).static / GIB == pytest.approx(size, rel=0.1)
 
 
 @pytest.mark.parametrize("name, step, peak", PEAKS)

@@ -70,7 +70,7 @@ def row(name: str, world: int) -> list[str]:
     update = torch.cuda.max_memory_allocated() / GIB
     step = Step(1, recipe_of(name).optimizer, world, compiled=False)
     predicted = predict_memory(model.cfg, step)
-    static = predicted.static()
+    static = predicted.static
     return [
         name,
         f"{at_rest:.2f} ({static / GIB:.2f})",

@@ -20,6 +20,7 @@ import math
 import os
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +56,6 @@ from looped.endings import catch_signals, explain, save_last_step, stop_diverged
 from looped.files import file_hash, read_checked
 from looped.machine import (
     DEVICES,
-    Arriving,
     Place,
     best_dtype,
     choose_compile,
@@ -504,7 +504,7 @@ class Finished:
     """
 
     entry: dict
-    numbers: Arriving
+    numbers: Callable[[], dict[str, float]]  # waits for them
 
 
 def finish_step(run: Run, finished: Finished) -> bool:
@@ -512,7 +512,7 @@ def finish_step(run: Run, finished: Finished) -> bool:
 
     Ends the run after too many steps without a finite loss or gradient.
     """
-    numbers = finished.numbers.wait()
+    numbers = finished.numbers()
     stop = numbers.pop("stop") > 0
     norm2 = numbers.pop("grad_norm2")
     good = math.isfinite(norm2) and math.isfinite(numbers["loss"])

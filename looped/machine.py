@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -264,30 +264,23 @@ def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
     return tensor.to(device)
 
 
-@dataclass
-class Arriving:
-    """Scalars on their way from the device."""
-
-    names: list[str]
-    values: torch.Tensor
-    arrived: torch.cuda.Event | None  # None: they are there
-
-    def wait(self) -> dict[str, float]:
-        """The numbers, by name."""
-        if self.arrived:
-            self.arrived.synchronize()
-        return dict(zip(self.names, self.values.tolist(), strict=True))
-
-
-def from_device(numbers: dict[str, torch.Tensor], place: Place) -> Arriving:
-    """Sets scalars on the device on their way; a GPU goes on working meanwhile."""
+def from_device(numbers: dict[str, torch.Tensor], place: Place) -> Callable[[], dict[str, float]]:
+    """Sets scalars on the device on their way -> a function that waits for them and gives them by
+    name; a GPU goes on working meanwhile.
+    """
     values = torch.stack(list(numbers.values()))
     arrived = None
     if place.is_gpu:
         values = values.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-    return Arriving(list(numbers), values, arrived)
+
+    def wait() -> dict[str, float]:
+        if arrived:
+            arrived.synchronize()
+        return dict(zip(numbers, values.tolist(), strict=True))
+
+    return wait
 
 
 @contextlib.contextmanager

@@ -277,7 +277,6 @@ def possible_steps(model, optimizer, args, place: Place, rows_given: bool) -> li
         optimizer="muon" if any(rule.stacked for rule, _ in optimizer.buffers) else "adamw",
         world=place.world,
         number_bytes=model.dtype.itemsize,
-        loss_chunk=chunks[0],
         checkpoint_loops=model.checkpoint_loops,
         compiled=model.is_compiled,
         residual_bytes=(model.residual_dtype or model.dtype).itemsize,

@@ -28,8 +28,7 @@ LEFTOVERS = {LOCK, ".config.json.tmp"}
 
 def default_directory(args, cfg) -> str:
     """Where a run goes that was given no --out."""
-    diagonal = cfg.n_core > 0 and cfg.injection == "diagonal"
-    gain = f"-{cfg.gain}" if diagonal else ""
+    gain = f"-{cfg.gain}" if cfg.n_core and cfg.injection == "diagonal" else ""
     return f"runs/{args.preset}{gain}-s{args.seed}"
 
 

@@ -108,8 +108,7 @@ class Parser(argparse.ArgumentParser):
     """Shows the program's docstring as it is written; an error is one line and exit code 2."""
 
     def __init__(self, **options):
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(**options)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message):
         refuse(f"{message}; {self.prog} --help lists the flags")

@@ -4,7 +4,7 @@ What a training step takes of memory: predicted, tried before the first step, an
 B rows, T tokens a row, D width, V vocabulary; a "block application" is one block run once, with
 gradient if not said otherwise. The formula was fitted to the peaks that torch's allocator saw
 beside a stand-in for the GPU's driver, which runs no kernel (results/rehearsal.md), and agrees with
-them within 10 % (tests/test_gpu.py).
+them within 10 % (tests/test_gpu.py). What --mechanism keeps beside is left out, up to 12 %.
 """
 
 import gc
@@ -241,6 +241,7 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
     if model.is_compiled:
         place.say("compiling: some minutes, much less where torch's cache has these shapes")
     steps = possible_steps(model, optimizer, args, place, rows_given)
+    room = math.inf
     if place.is_gpu:
         room = usable_memory(free_memory(place))
         total = torch.cuda.get_device_properties(place.device).total_memory
@@ -256,9 +257,12 @@ def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> Memory
         if peak is not None:
             break
     else:
-        advice = less_memory(step.rows, args.batch_size, place.world)
-        named = memory_named(model, step, place)
-        fail(f"--device-batch-size {step.rows} does not fit {named}; {advice}")
+        need = predict_memory(model.cfg, step).peak()
+        fail(
+            f"--device-batch-size {step.rows} does not fit the GPU's memory: {room / GIB:.1f} GiB "
+            f"may be taken, and the deepest depth needs some {need / GIB:.1f}; "
+            f"{less_memory(step.rows, args.batch_size, place.world)}"
+        )
     if place.is_gpu:
         torch.cuda.set_per_process_memory_fraction(1.0, place.device)
     return MemoryFit(step, peak, time.perf_counter() - started)
@@ -304,15 +308,6 @@ def steps_to_try(cfg, base: Step, counts: list, chunks: list, less_up_to: float)
         if smaller and not (less and count * cfg.seq_len > less_up_to):
             steps.append(step)
     return steps
-
-
-def memory_named(model, step: Step, place: Place) -> str:
-    if not place.is_gpu:
-        return "the memory at the deepest depth"
-    need = predict_memory(model.cfg, step).peak() / GIB
-    free = free_memory(place) / GIB
-    room = f"{free:.1f} GiB are free, of which {HEADROOM:.0%} must stay so"
-    return f"the GPU's memory: {room}, and the deepest depth needs some {need:.1f}"
 
 
 def free_memory(place: Place) -> float:

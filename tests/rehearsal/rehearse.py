@@ -180,7 +180,8 @@ def stand_ins(case: Case) -> None:
 
 SAVE = train.save_checkpoint
 STEP = {
-    name: getattr(train, name) for name in ("next_batch", "training_step", "stop_flag", "fetch")
+    name: getattr(train, name)
+    for name in ("next_batch", "training_step", "stop_flag", "from_device")
 }
 
 

@@ -517,7 +517,7 @@ class ModelConfig:
         """Weights of one block that multiply activations; norms, gates and tables are left out."""
         return 4 * self.d_model**2 + MLPS[self.mlp].matrices * self.d_model * self.d_mlp
 
-    def flops_per_token(self, attention: str = "palm") -> float:
+    def flops_per_token(self, attention: bool = True) -> float:
         """Training FLOPs per token: looped/flops.py."""
         return flops_per_token(self, INJECTIONS[self.injection], attention)
 

@@ -2,19 +2,15 @@
 
 from looped.depth import mean_loops
 
-# FLOPs of a layer's attention, forward, per token, as multiples of (tokens a row) × (width): PaLM's
-# count takes all pairs of tokens, "causal" those that causality leaves.
-ATTENTION = {"palm": 4, "causal": 2, "none": 0}
 
-
-def flops_per_token(cfg, injection, attention: str = "palm") -> float:
+def flops_per_token(cfg, injection, attention: bool = True) -> float:
     """Training FLOPs per token, 2 N1 + 6 N2 + attention (paper, appendix "FLOP estimate").
 
     N1 are the effective parameters run without gradient, N2 those with, at the means of the depth
     law. The head counts; token and value tables do not, nor do a mechanism's gates and queries
     (below 1 % of a core layer at 140M). injection: the class of the linear path, which says whether
-    it multiplies the state by a matrix in every loop, and the written input once. attention: a key
-    of ATTENTION.
+    it multiplies the state by a matrix in every loop, and the written input once. attention:
+    whether its products of all pairs of tokens (PaLM's count) are counted too.
     """
     d = cfg.d_model
     block = cfg.block_matmul()
@@ -29,5 +25,8 @@ def flops_per_token(cfg, injection, attention: str = "palm") -> float:
         once += d * d * (injection.write_is_matrix(cfg) + cfg.readout)
     n1 = without * loop
     n2 = once + learning * loop
-    layers = 3 * ends + cfg.n_core * (without + 3 * learning)
-    return 2.0 * n1 + 6.0 * n2 + ATTENTION[attention] * cfg.seq_len * d * layers
+    flops = 2.0 * n1 + 6.0 * n2
+    if attention:
+        layers = 3 * ends + cfg.n_core * (without + 3 * learning)
+        flops += 4 * cfg.seq_len * d * layers
+    return flops

@@ -98,9 +98,8 @@ def test_flops_follow_each_laws_own_means(sampling):
 
 def test_flops_of_a_flat_model():
     c, block = PRESETS["transformer-140m"], 12 * 768**2
-    assert c.flops_per_token("none") == 6 * (6 * block + 32768 * 768)
-    assert c.flops_per_token() - c.flops_per_token("none") == 4 * 2048 * 768 * 3 * 6
-    assert c.flops_per_token("causal") - c.flops_per_token("none") == 2 * 2048 * 768 * 3 * 6
+    assert c.flops_per_token(attention=False) == 6 * (6 * block + 32768 * 768)
+    assert c.flops_per_token() - c.flops_per_token(attention=False) == 4 * 2048 * 768 * 3 * 6
 
 
 # -- the control path --------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def step_seconds(cfg: ModelConfig, step: Step, tokens: int, card: Card) -> dict[
             flops = 5 * (4 * short * stack.numbers() + 2 * short**3 * stack.count)
             update += flops / card.products
     return {
-        "products": own * cfg.flops_per_token("none") / card.products,
+        "products": own * cfg.flops_per_token(attention=False) / card.products,
         "attention": own * attention / card.attention,
         "other kernels": own * moved / card.bandwidth,
         "logits": own * BYTES_A_LOGIT * cfg.vocab_size / card.bandwidth,

@@ -642,7 +642,11 @@ class Model(nn.Module):
         if cfg.n_core:
             self.injection = INJECTIONS[cfg.injection](cfg)
         self.wte = Embedding(cfg.vocab_size, d)
-        # numbered by unique layer: prelude, core, coda
+        # numbers of the unique layers
+        first, last = cfg.n_prelude, cfg.n_prelude + cfg.n_core
+        self.prelude_layers = range(first)
+        self.core_layers = range(first, last)
+        self.coda_layers = range(last, cfg.n_layer())
         tables = cfg.value_layers()
         shifts = {0: shift_values, cfg.n_layer() - 1: shift_keys} if cfg.token_shift else {}
         self.blocks = nn.ModuleList()
@@ -722,8 +726,8 @@ class Model(nn.Module):
     def prelude(self, ids, cache=None):
         """ids (B, T) -> e (B, T, D), the prelude's output."""
         x = self.wte(ids).to(self.residual_dtype or self.dtype)
-        values = self.value_rows(ids, 0, self.cfg.n_prelude)
-        x = self.run_blocks(x, 0, values, cache)
+        values = self.value_rows(ids, self.prelude_layers)
+        x = self.run_blocks(x, self.prelude_layers, values, cache)
         return x if self.norm_e is None else self.norm_e(x)
 
     def initial_state(self, e, keys, positions=None):
@@ -745,7 +749,7 @@ class Model(nn.Module):
         if self.cfg.n_core == 0:
             return e, None
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
-        values = self.value_rows(ids, self.cfg.n_prelude, self.cfg.n_core)
+        values = self.value_rows(ids, self.core_layers)
         positions = None if cache is None else cache.positions
         inputs = LoopInputs(decay, write, values)
         return self.initial_state(e, keys, positions), inputs
@@ -756,31 +760,29 @@ class Model(nn.Module):
         token, took before.
         """
         x = self.injection.inject(h, inputs)
-        x = self.run_blocks(x, self.cfg.n_prelude, inputs.values, cache)
+        x = self.run_blocks(x, self.core_layers, inputs.values, cache)
         return self.injection.finish(x, inputs)
 
     def coda(self, h, ids, cache=None):
         """h after the last loop (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""
-        cfg = self.cfg
         if self.C is not None:
             h = self.C(h.to(self.dtype)).to(h.dtype)
-        first = cfg.n_prelude + cfg.n_core
-        values = self.value_rows(ids, first, cfg.n_coda)
-        x = self.run_blocks(h, first, values, cache)
+        values = self.value_rows(ids, self.coda_layers)
+        x = self.run_blocks(h, self.coda_layers, values, cache)
         return self.norm_f(x).to(self.dtype)
 
-    def value_rows(self, ids, first: int, count: int) -> list:
-        """Value-table rows of the tokens for a range of unique layers: (B, T, D) each, None where
-        there is no table.
+    def value_rows(self, ids, layers: range) -> list:
+        """Value-table rows of the tokens for each of these layers: (B, T, D), None where there is
+        no table.
         """
         rows = []
-        for layer in range(first, first + count):
+        for layer in layers:
             name = str(layer)
             rows.append(self.ve[name](ids).to(self.dtype) if name in self.ve else None)
         return rows
 
-    def run_blocks(self, x, first: int, value_rows: list, cache=None):
-        """Unique layers from `first` on, one for each entry of value_rows, applied to x (B, T, D).
+    def run_blocks(self, x, layers: range, value_rows: list, cache=None):
+        """These layers, each with its entry of value_rows, applied to x (B, T, D).
 
         cache: for text that comes piece by piece (looped/cache.py); it knows the tokens' places and
         attends for them.
@@ -790,7 +792,7 @@ class Model(nn.Module):
             sin = self.sin[: x.size(1)].to(self.dtype)
         else:
             cos, sin = cache.cos, cache.sin
-        for layer, rows in enumerate(value_rows, first):
+        for layer, rows in zip(layers, value_rows, strict=True):
             attention = attend if cache is None else functools.partial(cache.attend, layer)
             x = self.blocks[layer](x, cos, sin, rows, attention)
         return x
@@ -840,8 +842,7 @@ class Model(nn.Module):
         before = x.detach()
         constants = inputs.detach()
         learning = False
-        first = self.cfg.n_prelude
-        core = self.blocks[first : first + self.cfg.n_core]
+        core = [self.blocks[layer] for layer in self.core_layers]
         # none for recomputed loops: those run again when the copies are gone
         with copied([] if self.checkpoint_loops else core, self.dtype):
             for loop in plan:

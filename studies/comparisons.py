@@ -4,8 +4,8 @@ with its place in a table and the source's numbers. Sources: the paper (Parcae; 
 2026) and the post (Exact-ZOH; Huang 2026).
 
 At the small scales (`nano`, `tiny`) an arm trains a number of tokens for each parameter of the
-preset of that name (the RDM's models are smaller); at the others the source's tokens. To add an experiment, write a function of the
-scale and an entry in EXPERIMENTS.
+preset of that name (the RDM's models are smaller); at the others the source's tokens. To add an
+experiment, write a function of the scale's name and an entry in EXPERIMENTS.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ SOURCES = Path(__file__).with_name("sources.csv")  # of: a depth, or a score
 
 LENGTHS = {"140m": 11.2e9, "370m": 29.6e9, "770m": 61.6e9, "1.3b": 104e9}  # the paper's tokens
 SMALL = ("nano", "tiny")
+UP_TO_80 = (20, 40, 80)  # tokens a parameter of the small scales
 TRANSFORMER = ("nano", "tiny", "140m", "370m", "770m", "1.3b")  # sizes of the paper's two setups
 RDM = ("nano", "tiny", "100m", "350m")
 SCALING = ("nano", "tiny", "140m", "370m")
@@ -33,7 +34,7 @@ class Arm:
     preset: str = "parcae"  # without its size
     flags: str = ""
     tokens: float = 0  # the source's
-    budget: float = 0  # tokens a parameter at the small scales, if not the experiment's first
+    budget: float = 20  # tokens a parameter at the small scales; 0: `tokens` there too
     flops: float = 0  # training FLOPs, instead of tokens
     equal_flops: bool = False  # trains the FLOPs that the looped model needs for its tokens
     shape: str = ""  # flags of the network's size, instead of the scale's
@@ -46,19 +47,9 @@ class Arm:
 
 
 @dataclass
-class Scale:
-    name: str
-    # tokens a parameter; at the large scales a single 0, for the source's tokens
-    budgets: tuple[float, ...]
-
-    def small(self) -> bool:
-        return self.name in SMALL
-
-
-@dataclass
 class Experiment:
     title: str
-    tables: Callable[[Scale], list[list[Arm]]]
+    tables: Callable[[str], list[list[Arm]]]  # of the scale's name
     scales: tuple[str, ...]
     depths: str = "1,2,4,8,16"  # evaluated
     unit: str = "loss in nats a token"  # of the table, or perplexity
@@ -68,7 +59,6 @@ class Experiment:
     panels: tuple[str, ...] = ("training loss", "loss by depth", "state norm", "residual")
     split: str = ""  # a panel of each kind for every "row" or "col"
     flags: str = ""  # of all arms
-    budgets: tuple[float, ...] = (20,)  # tokens a parameter at the small scales
     seeds: int = 4  # at the small scales; 1 at the others
     core_depths: str = ""  # of `--core` (default: mu_rec)
 
@@ -85,9 +75,7 @@ def source_numbers(name: str) -> pd.DataFrame:
 
 def tables_of(name: str, scale: str) -> list[list[Arm]]:
     """The arms of an experiment, a list for each of its tables, with the source's numbers."""
-    experiment = EXPERIMENTS[name]
-    budgets = experiment.budgets if scale in SMALL else (0,)
-    tables = experiment.tables(Scale(scale, budgets))
+    tables = EXPERIMENTS[name].tables(scale)
     known = source_numbers(name)
     if scale not in set(known.scale):
         scale = next(iter(known.scale), scale)  # beside the smallest of the source's
@@ -95,19 +83,16 @@ def tables_of(name: str, scale: str) -> list[list[Arm]]:
         for arm in tables[int(number.table)]:
             if arm.row == number.row and number.col in ("", arm.col):
                 add_source(arm, number.of, number.value)
-    for arm in flat(tables):
-        if not arm.budget and not arm.flops:
-            arm.budget = budgets[0]
     return tables
 
 
 def add_source(arm: Arm, of: str, value: str) -> None:
     """A loss (or "diverges") at depth `of`, or a score of that name."""
-    if of == "mu" or of.isdigit():
-        depth = int(of) if of.isdigit() else of
-        arm.source[depth] = value if value.isalpha() else float(value)
-    else:
+    if of != "mu" and not of.isdigit():
         arm.core[of] = value
+        return
+    depth = of if of == "mu" else int(of)
+    arm.source[depth] = value if value.isalpha() else float(value)
 
 
 def rows(flags: dict[str, str], **same) -> list[Arm]:
@@ -118,9 +103,9 @@ def rows(flags: dict[str, str], **same) -> list[Arm]:
 # -- the two gains
 
 
-def no_stochastic_depth(scale: Scale) -> str:
+def no_stochastic_depth(scale) -> str:
     """The post's "no-SD" probe: AdamW's rate is a quarter of the recipe's, Muon's the same."""
-    recipe = RECIPES[scale.name]
+    recipe = RECIPES[scale]
     rates = f"--adam-lr {recipe.adam_lr / 4:g} --muon-lr {recipe.muon_lr:g}"
     return f"--sampling fixed --granularity batch {rates} --cooldown 0"
 
@@ -130,14 +115,14 @@ def gains(scale):
     arms = []
     decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
     for name, recipe in {"Fixed no-SD": no_stochastic_depth(scale), "Paper-style": ""}.items():
-        if scale.small():
-            for budget, decay in product(scale.budgets, decays):
+        if scale in SMALL:
+            for budget, decay in product(UP_TO_80, decays):
                 row = f"{name}, decay {decay}, {budget:g} tokens/parameter"
                 arms += both_gains(row, f"{recipe} {decays[decay]}", budget=budget)
             continue
         for tokens in (0.2e9, 0.5e9):
             arms += both_gains(f"{name}, {tokens / 1e9:g}B", recipe, tokens=tokens)
-    if not scale.small():
+    if scale not in SMALL:
         arms += both_gains("Paper-style, 11.2B", "", tokens=11.2e9)
     return [arms]
 
@@ -156,10 +141,10 @@ def stability(scale):
     """
     rates = [2e-4, 4e-4, 6e-4, 8e-4, 1e-3]
     factor = 1
-    if scale.small():
+    if scale in SMALL:
         rates.append(4e-3)
         factor = 16
-    tokens = 3.8e9 if scale.name == "350m" else 1.1e9  # ten a parameter
+    tokens = 3.8e9 if scale == "350m" else 1.1e9  # ten a parameter
     models = [  # of the paper's table, with the highest rate at which each converges
         ("Base (pre-norm concat)", "rdm", "--block prenorm", 2e-4),
         ("Res. Norm (concat)", "rdm", "", 4e-4),
@@ -181,14 +166,14 @@ def components(scale):
     """
     concat = "--injection concat --granularity batch --no-prelude-norm"
     changes = {"RDM: concat, per batch": concat}
-    if scale.name == "nano":
+    if scale == "nano":
         changes["+ constrained Ā"] = "--granularity batch --no-prelude-norm --input-matrix"
         changes["without B"] = "--granularity batch --no-prelude-norm"
     else:
         changes["+ constrained Ā"] = "--granularity batch --no-prelude-norm"
     changes["+ per-sequence depth"] = "--no-prelude-norm"
     changes["+ prelude norm"] = "--prelude-norm"
-    return [rows(changes, tokens=LENGTHS.get(scale.name, 0))]
+    return [rows(changes, tokens=LENGTHS.get(scale, 0))]
 
 
 # -- against other models
@@ -197,9 +182,9 @@ def components(scale):
 def baseline(scale):
     """The paper trains 80 tokens a parameter. The last two rows of a column are ours."""
     arms = []
-    for budget in scale.budgets:
-        at = {"col": f"{budget or 80:g} tokens/parameter", "budget": budget}
-        at["tokens"] = LENGTHS.get(scale.name, 0)
+    for budget in UP_TO_80 if scale in SMALL else (80,):
+        at = {"col": f"{budget} tokens/parameter", "budget": budget}
+        at["tokens"] = LENGTHS.get(scale, 0)
         arms += [
             Arm("Transformer", preset="transformer", **at),
             Arm("Parcae", **at),
@@ -213,7 +198,8 @@ def bridge(scale):
     """The looped model and its flat twin with `tiny`'s shape, and all else as in `nano`."""
     size = "--vocab-size 4096 --d-model 128 --n-head 2 --d-mlp 512"
     models = {"Transformer": "transformer", "Parcae": "parcae"}
-    return [[Arm(row, preset=name, shape=size, tokens=30e6) for row, name in models.items()]]
+    at = {"shape": size, "tokens": 30e6, "budget": 0}
+    return [[Arm(row, preset=name, **at) for row, name in models.items()]]
 
 
 def frame(scale):
@@ -299,7 +285,7 @@ def mechanisms(scale):
     parcae = {f"Parcae{name}": f"{probe} {flags}" for name, flags in loops.items()}
     raw = {f"Raw loop{name}": f"{probe} --injection none {loops[name]}" for name in loops}
     raw["PLC / Parcae"] = probe
-    short = rows(parcae, col="shorter", tokens=0.2e9, budget=0.4 * scale.budgets[0])
+    short = rows(parcae, col="shorter", tokens=0.2e9, budget=8)
     return [rows(raw, tokens=0.5e9), [*short, *rows(parcae, col="longer", tokens=0.5e9)]]
 
 
@@ -320,9 +306,9 @@ AT_END = "--eval-every 1000000000"  # validation at the end only: it is dear at 
 
 
 def isoflop(scale):
-    mus = SMALL_MUS if scale.small() else PAPER_MUS
+    mus = SMALL_MUS if scale in SMALL else PAPER_MUS
     arms = []
-    for flops, mu in product(BUDGETS[scale.name], mus):
+    for flops, mu in product(BUDGETS[scale], mus):
         flags = "--sampling fixed --mu-rec 1" if mu == 1 else f"--mu-rec {mu}"
         arms.append(Arm(f"mu_rec {mu}", f"{flops:g} FLOPs", flags=flags, flops=flops))
     return [arms]
@@ -337,11 +323,11 @@ def sizes(scale):
     """Test-time curves over model sizes: at nano three widths, else the paper's four models at
     its lengths.
     """
-    if scale.small():
+    if scale in SMALL:
         widths = (32, 64, 96)
         return [[Arm(f"d {d}", shape=f"--d-model {d} --d-mlp {4 * d}") for d in widths]]
-    sizes = LENGTHS.items()
-    return [[Arm(size, shape=f"--preset parcae-{size}", tokens=D) for size, D in sizes]]
+    models = LENGTHS.items()
+    return [[Arm(size, shape=f"--preset parcae-{size}", tokens=D) for size, D in models]]
 
 
 LAW = ("validation loss", "loss by depth")
@@ -356,7 +342,7 @@ CURVE_PANELS = (
 EXPERIMENTS = {
     "gains": Experiment(
         title="Euler against Exact-ZOH (post, Validation Loss)",
-        tables=gains, scales=TRANSFORMER, base="col", split="row", budgets=(20, 40, 80), seeds=8,
+        tables=gains, scales=TRANSFORMER, base="col", split="row", seeds=8,
         panels=("validation loss", "difference by depth")),
     "stability": Experiment(
         title="Learning rates that each looped model bears (paper, training instability)",
@@ -367,10 +353,10 @@ EXPERIMENTS = {
         tables=components, scales=TRANSFORMER, depths="1,4,8", core_depths="1,4,8", stepwise=True),
     "baseline": Experiment(
         title="Looped against flat (paper, table 4)",
-        tables=baseline, scales=TRANSFORMER, unit="perplexity", panels=LAW, split="col", budgets=(20, 40, 80)),
+        tables=baseline, scales=TRANSFORMER, unit="perplexity", panels=LAW, split="col"),
     "bridge": Experiment(
         title="Looped against flat at 30M tokens of the next size",
-        tables=bridge, scales=("nano",), unit="perplexity", panels=LAW, budgets=(0,), seeds=1),
+        tables=bridge, scales=("nano",), unit="perplexity", panels=LAW, seeds=1),
     "frame": Experiment(
         title="What the looped frame costs (no source)",
         tables=frame, scales=("nano",)),

@@ -34,7 +34,7 @@ import torch
 import train
 from dataloader import PackedData
 from looped.checkpoint import checkpoints
-from looped.console import Parser, fail, non_negative_int, positive_int, run_cli
+from looped.console import Parser, counts, fail, non_negative_int, positive_int, run_cli
 from looped.machine import ONE_PROCESS
 from model import ModelConfig, parameter_count
 from studies import ledger
@@ -43,13 +43,7 @@ from studies.pages import write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = Path("runs/studies")
-OWN = {  # flags of train.py that are set here
-    "--seed": "give --seeds before it",
-    "--data": "give --data before it",
-    "--eval-depths": "the comparison has its own",
-    "--out": f"runs lie in {RUNS}",
-    "--stop-at": "leave it out",
-}
+OWN = ("--seed", "--data", "--eval-depths", "--out", "--stop-at")  # train.py's, set here
 CORE_PANEL = "--panel core-extended"
 
 
@@ -63,7 +57,6 @@ class Job:
     flops: float
     depths: list[int]
     arms: list[Arm] = field(default_factory=list)
-    line: dict | None = None  # of the ledger
 
     def finished(self) -> dict | None:
         """The line of the run directory, if the run is done and was evaluated at the depths."""
@@ -93,7 +86,7 @@ def length_flags(arm: Arm, args) -> list[str]:
         return ["--flops", f"{arm.flops:g}"]
     tokens = arm.tokens
     shape = (*arm.shape.split(), *args.extra)
-    if arm.budget:
+    if args.scale in SMALL and arm.budget:
         tokens = arm.budget * parameter_count(looped_model(args.scale, shape))
         recipe = train.recipe_of(preset("parcae", args.scale)).tokens
         times = round(tokens / recipe)
@@ -126,7 +119,7 @@ def jobs_of(args, tables) -> list[Job]:
     are one job.
     """
     found = {}
-    depths = [int(depth) for depth in EXPERIMENTS[args.name].depths.split(",")]
+    depths = counts(EXPERIMENTS[args.name].depths)
     for arm in flat(tables):
         if args.only and not any(text in arm.name() for text in args.only):
             continue
@@ -210,26 +203,26 @@ def evaluate_core(jobs: list[Job], args) -> None:
 # -- the ledger
 
 
-def fill_in(jobs: list[Job], args) -> list[Job]:
-    """Gives each job its line of the ledger, and its arms their runs; -> jobs without a line."""
+def fill_in(jobs: list[Job], rows: str | None) -> list[Job]:
+    """Gives the arms of each job its line of the ledger; -> jobs without a line."""
     lines = ledger.read_ledger()
-    rows = args.rows
-    if args.page and not rows:
-        rows = known_rows(jobs, lines, str(args.data or ""))
+    todo = []
     for job in jobs:
-        job.line = ledger.find(lines, job.settings, rows, job.depths)
-        if job.line:
-            for arm in job.arms:
-                arm.runs[job.settings["seed"]] = job.line
-    return [job for job in jobs if not job.line]
+        line = ledger.find(lines, job.settings, rows, job.depths)
+        if not line:
+            todo.append(job)
+            continue
+        for arm in job.arms:
+            arm.runs[job.settings["seed"]] = line
+    return todo
 
 
-def known_rows(jobs, lines, beginning: str) -> str | None:
-    """For a page where the rows are not at hand: the hash of those that the jobs' lines were
-    trained on, of which --data may give the beginning.
+def known_rows(jobs: list[Job], beginning: str) -> str | None:
+    """The hash of the rows that the ledger's lines of these jobs were trained on, or the one with
+    this beginning.
     """
     used = set()
-    for line in lines:
+    for line in ledger.read_ledger():
         if any(ledger.same_run(line, job.settings) for job in jobs):
             used.add(line["data"])
     named = sorted(rows for rows in used if rows.startswith(beginning))
@@ -239,16 +232,18 @@ def known_rows(jobs, lines, beginning: str) -> str | None:
     return named[0] if named else None
 
 
-def rows_hash(job: Job, args) -> str | None:
-    """The hash of --data, or of train.py's default rows, which are made if need be; None if a page
-    or a dry run finds them not at hand.
+def rows_hash(jobs: list[Job], args) -> str | None:
+    """The hash of --data, or of train.py's default rows, which are made if need be. If they are not
+    at hand, a page takes it from the ledger, and a dry run has None.
     """
-    given = train.parse_args(job.flags)
+    given = train.parse_args(jobs[0].flags)
     cfg = train.model_config(given)
     folder = args.data or Path(f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
     if (folder / "manifest.json").is_file() or (args.data and not args.page):
         return PackedData(folder).sha256()
-    if args.page or args.dry_run:
+    if args.page:
+        return known_rows(jobs, str(args.data or ""))
+    if args.dry_run:
         return None
     return train.open_data(given, cfg, ONE_PROCESS).sha256()
 
@@ -324,7 +319,8 @@ def check(args) -> None:
     for word in args.extra:
         name = word.split("=")[0]
         if name in OWN:
-            fail(f"{name} after -- would be overruled or leave trainings undone; {OWN[name]}")
+            advice = "leave it out; --seeds and --data go before the --"
+            fail(f"{name} after -- would be overruled or leave trainings undone; {advice}")
     args.seeds = args.seeds or range(experiment.seeds if small else 1)
     rows = "-stdlib" if small and not args.data else ""
     if args.page and args.data and not (args.data.is_dir() or args.out):
@@ -335,33 +331,32 @@ def check(args) -> None:
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["import"]:
-        return import_runs(argv[1:])
+        import_runs(argv[1:])
+        return
     args = parse_args(argv)
     tables = tables_of(args.name, args.scale)
     jobs = jobs_of(args, tables)
     if not jobs:
         names = "; ".join(arm.name() for arm in flat(tables))
         fail(f"--only {'; '.join(args.only)} fits no arm; there are: {names}")
-    args.rows = rows_hash(jobs[0], args)
-    todo = fill_in(jobs, args)
+    rows = rows_hash(jobs, args)
+    todo = fill_in(jobs, rows)
     flops = sum(job.flops for job in todo)
     if args.dry_run:
         for job in todo:
             print(shlex.join(["python", "train.py", *job.flags]))
     print(f"# {len(todo)} of {len(jobs)} trainings are left to do, {flops:.3g} FLOPs", flush=True)
     if args.dry_run:
-        return None
+        return
     faults = []
     if todo and not args.page:
         faults = run_all(todo, args)
-        fill_in(jobs, args)
     if args.core:
         evaluate_core(jobs, args)
-        fill_in(jobs, args)
+    fill_in(jobs, rows)
     write_page(args, tables)
     if faults:
         fail(f"{len(faults)} of the trainings failed: {faults[0]}; the same command continues")
-    return None
 
 
 if __name__ == "__main__":

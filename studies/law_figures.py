@@ -158,15 +158,13 @@ def draw_unified(fitted: laws.Fit, held_out) -> Figure:
     floor (oracle).
     """
     image, (axes,) = row_of_panels(1)
-    law = laws.predict_rows(fitted.logs[:1], held_out)[0]
+    law = laws.predict_rows(fitted.logs, held_out)
     oracle = laws.oracle_losses(fitted.logs, held_out)
-    table = held_out.assign(law=law, oracle=oracle)
-    for run, points in table.groupby("run"):
+    for run, points in held_out.assign(law=law, oracle=oracle).groupby("run"):
         depth = points.depth
-        measured = (depth, points.loss)
         first = points.iloc[0]
         label = f"mu_rec {first.mu_rec:g}, {first.tokens:.3g} tokens: {Path(run).name}"
-        color = points_and_curve(axes, label, measured, (depth, points.law))
+        color = points_and_curve(axes, label, (depth, points.loss), (depth, points.law))
         axes.plot(depth, points.oracle, ":", color=color)
     axes.set(xlabel=f"{BY_DEPTH}; solid: unified law, dotted: oracle", ylabel=LOSS)
     return image

@@ -116,15 +116,15 @@ def predict(logs, N, D, depth=1.0, mu=1.0):
 
 
 def predict_rows(logs, rows: pd.DataFrame):
-    """Losses (R, rows) of the laws (R, 8)."""
-    return predict(logs, *rows[["n_eff", "tokens", "depth", "mu_rec"]].to_numpy(float).T)
+    """The first law's losses of the rows."""
+    columns = rows[["n_eff", "tokens", "depth", "mu_rec"]].to_numpy(float).T
+    return predict(logs[:1], *columns)[0]
 
 
 def oracle_losses(logs, rows: pd.DataFrame):
     """The first law's losses with the measured loss at depth mu as their floor."""
-    endless = rows.assign(depth=1e9)
-    loops = predict_rows(logs[:1], rows) - predict_rows(logs[:1], endless)
-    return loops[0] + rows.best
+    loops = predict_rows(logs, rows) - predict_rows(logs, rows.assign(depth=1e9))
+    return loops + rows.best
 
 
 # -- its fit
@@ -233,7 +233,7 @@ def prediction_errors(logs, rows: pd.DataFrame) -> dict[str, float]:
     """Mean and largest percent, and the sum of the Huber loss; "oracle": the floor is the measured
     loss at depth mu.
     """
-    guess = predict_rows(logs[:1], rows)[0]
+    guess = predict_rows(logs, rows)
     percent = percent_off(guess, rows.loss)
     oracle = percent_off(oracle_losses(logs, rows), rows.loss)
     return {

@@ -62,10 +62,8 @@ def same_run(line: dict, settings: dict) -> bool:
     if line["settings"].keys() - defaults().keys() - {"steps"}:  # made by other code
         return False
     known = defaults() | line["settings"]
-    for name, value in settings.items():
-        if known.get(name) != value and name not in unheeded(known["n_core"]):
-            return False
-    return True
+    differ = {name for name, value in settings.items() if known.get(name) != value}
+    return differ <= unheeded(known["n_core"])
 
 
 @functools.cache

@@ -223,9 +223,11 @@ def score_table(arms: list[Arm]) -> list[str]:
 
 def other_rules(score: dict) -> str:
     """By which rules a score was measured, if not by core_eval.py's own."""
-    told = {name: score.get(name) for name in USUAL}
-    words = [f"{name} {rule}" for name, rule in told.items() if rule not in (None, USUAL[name])]
-    return "".join(f", {text}" for text in words)
+    words = ""
+    for name, usual in USUAL.items():
+        if score.get(name) not in (None, usual):
+            words += f", {name} {score[name]}"
+    return words
 
 
 def run_table(arms: list[Arm]) -> list[str]:
@@ -284,8 +286,8 @@ def difference_plot(arms: list[Arm], ylabel: str, experiment) -> Plot:
     for depth in sorted(set().union(*(line["loss"] for line in lines_of(arms)))):
         for d in differences(arms, experiment, depth):
             means[d.arm.name()][depth] = d.values.mean()
-            several = len(d.values) > 1
-            halves[d.arm.name()].append(half_width(d.values) if several else math.nan)
+            half = half_width(d.values) if len(d.values) > 1 else math.nan
+            halves[d.arm.name()].append(half)
     plot = depth_plot(list(means.values()), ylabel)
     plot.half_widths = [np.array(half) for half in halves.values()]
     return plot

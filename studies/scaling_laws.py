@@ -32,9 +32,9 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
     for line in lines:
         cfg = config_of(line["settings"])
         flops = line["tokens"] * line["flops_per_token"]
-        size = [line["tokens"], flops, laws.effective_params(cfg)]
+        n_eff = laws.effective_params(cfg)
         for depth, loss in line["loss"].items():
-            rows.append([line["run"], cfg.mu_rec, depth, *size, loss])
+            rows.append([line["run"], cfg.mu_rec, depth, line["tokens"], flops, n_eff, loss])
     return pd.DataFrame(rows, columns=ROW).astype({"loss": float})
 
 
@@ -155,17 +155,16 @@ def number_table(name: str, rows: dict[str, dict]) -> list[str]:
 
 def budget_table(fits: dict[str, laws.Fit]) -> list[str]:
     """How far off each law is on each budget when it is fitted to the others alone."""
-    rows = {}
-    for name, fitted in fits.items():
-        rows[name] = {}
-        for budget, off in fitted.without.items():
-            said = f"{off['percent']:.2g} ({off['largest percent']:.2g})"
-            rows[name][f"{budget:.2g} FLOPs"] = said
-    if not rows:
+    if not fits:
         return []
-    frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("law")
+    rows = []
+    for name, fitted in fits.items():
+        row = {"law": name}
+        for budget, off in fitted.without.items():
+            row[f"{budget:.2g} FLOPs"] = f"{off['percent']:.2g} ({off['largest percent']:.2g})"
+        rows.append(row)
     head = "Each budget predicted from the others: percent off, mean (largest)."
-    return [head, "", *frame_table(frame)]
+    return [head, "", *frame_table(pd.DataFrame(rows).set_index("law"))]
 
 
 def span(values) -> str:

@@ -110,9 +110,9 @@ def loop_norms(model, ids, keys, loops: int) -> dict:
             found["state"][depth] = mean_norm(h)
         if depth in DEPTHS[1:]:
             found["residual"][depth] = mean_norm(h.double() - previous)
-        if depth in DEPTHS[1:] and model.C is not None:
-            ratio = model.C(h).double().norm(dim=-1) / h.double().norm(dim=-1)
-            found["expansion"][depth] = ratio.mean().item()
+            if model.C is not None:
+                ratio = model.C(h).double().norm(dim=-1) / h.double().norm(dim=-1)
+                found["expansion"][depth] = ratio.mean().item()
         previous = h.double()
     return found
 

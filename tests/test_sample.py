@@ -266,7 +266,7 @@ def test_several_samples_are_those_made_one_by_one(call, capsys):
     ("--depth 0 --prompt a", "", "--depth: 0 is not"), ("--depth x --prompt a", "", "--depth: x is not"),
     ("--exit-threshold -1", "", "--exit-threshold: -1"), ("--top-p 1.5", "", "--top-p: 1.5"), ("--num 0", "", "--num: 0"),
     ("--temperature nan", "", "--temperature: nan"),
-    ("--prompt a", "tokenizer.json", "no tokenizer"), ("--prompt a", "config.json", "it has no config.json"),
+    ("--prompt a", "tokenizer.json", "is not there"), ("--prompt a", "config.json", "it has no config.json"),
     ("--prompt a", "step_0000001.pt", "no whole checkpoint"), ("--prompt a", "shape", "do not fit"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(words, missing, says, call, capsys):

@@ -129,7 +129,7 @@ def test_pages_of_runs_and_of_checkpoints_over_training(packed, tmp_path, monkey
     tokens = tmp_path / "a/tokenizer.json"
     tokens.write_text(tokens.read_text() + "\n")
     line = ["a", "--out", "other"]
-    refused(capsys, lambda: spectra.main(line), "not the tokenizer the checkpoint was trained with")
+    refused(capsys, lambda: spectra.main(line), "not the tokenizer of the checkpoint")
     config["tokenizer"]["sha256"] = file_hash(tokens)
     file.write_text(json.dumps(config))
     refused(capsys, lambda: spectra.main(line), "it needs rows of its own tokenizer")

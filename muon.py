@@ -333,7 +333,9 @@ class Optimizer:
 
     def __init__(self, groups: list, clip: float = 1.0, rank: int = 0, world: int = 1):
         self.clip = clip
-        numbers = sum(p.numel() for _, members in groups for _, p in members)
+        numbers = 0
+        for _, members in groups:
+            numbers += sum(p.numel() for _, p in members)
         self.replicated = world > 1 and numbers < LARGE
         if self.replicated:  # each rank's buffers are as if it were alone
             rank, world = 0, 1

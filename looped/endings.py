@@ -48,7 +48,9 @@ def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None
         advice = less_memory(rows, args.batch_size or 1, world)
         return f"out of memory with --device-batch-size {rows} ({one_line(e)}); {advice}"
     if isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
-        return f"another rank ended or hangs, and said why if it could ({one_line(e)})"
+        # of gloo's words without the place in its source and what it advises
+        reason = str(e).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        return f"another rank ended or hangs, and said why if it could ({reason})"
     if isinstance(e, OSError) and progress["step"]:
         return f"{e.filename or args.out}: {e.strerror or e}"
     return None

@@ -352,6 +352,14 @@ def validation(model, enc, config, settings: Settings) -> dict:
     return records
 
 
+def earlier_of_first(path, header: dict, place: Place):
+    """`earlier` as rank 0 finds it, on every rank: another evaluation may be writing the file."""
+    found = [earlier(path, header)]
+    if place.world > 1:
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
 def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     """-> {depth: record}. What an earlier start has finished is kept; every task is saved when it
     is done.
@@ -366,12 +374,12 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
     for label, why in panel.missing.items():
         place.say(f"left out: {label}: {why}")
-    kept, wrong = earlier(path, header)
+    kept, wrong = earlier_of_first(path, header, place)
     if wrong and place.rank == 0:
         old = put_aside(path)
         print(f"{path} {wrong}; all tasks run again, and it is kept as {old.name}")
     entries = {depth: {} for depth in settings.depths} | kept
-    known = set.intersection(*(set(entries[depth]) for depth in settings.depths))
+    done = set.intersection(*(set(entries[depth]) for depth in settings.depths))
 
     def records():
         # another evaluation may have written other depths meanwhile
@@ -380,7 +388,7 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
         return {depth: summarise(panel, entries[depth]) for depth in sorted(entries)}
 
     try:
-        for label, found in evaluate(model, enc, panel, settings, known):
+        for label, found in evaluate(model, enc, panel, settings, done):
             for depth, entry in found.items():
                 entries[depth][label] = entry
             place.say(describe(label, found[settings.depths[-1]]))

@@ -10,7 +10,7 @@ One collective each way a buffer, one batched update, no copies in between. On s
 large stack is cut in up to three buffers, and each large table has its own: what is complete is
 sent while the step's last backward pass goes on. Where there are under a million numbers in all,
 messages cost more than the update: every rank then keeps and updates everything, and one message
-sums all gradients.
+sums all gradients, to the same bits on every rank.
 
 Another optimiser is a class like AdamW below, which must multiply all that it changes by `ok`, and
 in train.py a function of its parameter groups with a line in OPTIMIZERS.

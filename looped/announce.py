@@ -67,7 +67,9 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit, rows_given: bool) -> d
     attention = ("torch's", "its own order of kernels")
     if attends_by_products(place.device.type, getattr(torch, args.dtype), cfg.seq_len):
         attention = ("two matrix products", "the faster way for short bfloat16 rows on a CPU")
-    rows_reason = "given" if rows_given else "fits, and divides the batch"
+    rows_reason = "fits, and divides the batch" if place.is_gpu else "divides the batch"
+    if rows_given:
+        rows_reason = "given"
     chunk = f"{fit.step.loss_chunk} tokens" if fit.step.loss_chunk else "all tokens"
     chosen = {
         "device": (place.device.type, processes),

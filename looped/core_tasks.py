@@ -184,7 +184,9 @@ def check_row(task: Task, row: dict, with_category: bool) -> None:
     if with_category:
         wanted["category"] = str
     for name, kind in wanted.items():
-        value = row.get(name)
+        if name not in row:
+            raise ValueError(f"{name} is missing")
+        value = row[name]
         if type(value) is not kind:
             raise ValueError(f"{name} must be {kind.__name__}, and is {value!r:.40}")
         if kind is list:

@@ -647,7 +647,7 @@ QUESTION = '"query": "q", "choices": ["a", "b"]'
     ("[1]", "not a JSON object"),
     ("3", "not a JSON object"),
     (b'{"a": "\xff"}', "codec can't decode"),
-    ('{"query": "q", "choices": ["a"]}', "gold must be int, and is None"),
+    ('{"query": "q", "choices": ["a"]}', "gold is missing"),
     (f'{{{QUESTION}, "gold": 2}}', "gold 2 is no place in the 2 choices"),
     (f'{{{QUESTION}, "gold": -1}}', "gold -1 is no place in the 2 choices"),
     (f'{{{QUESTION}, "gold": true}}', "gold must be int, and is True"),
@@ -665,11 +665,11 @@ def test_bad_lines_are_named_by_file_and_number(tmp_path, capsys, line, said):
 
 def test_dclm_needs_the_categories_of_its_tasks(tmp_path, capsys):
     name = "world_knowledge/jeopardy_all.jsonl"
-    for given, said in (({}, "is None"), ({"category": 3}, "is 3")):
+    for given, said in (({}, "is missing"), ({"category": 3}, "must be str, and is 3")):
         rows = [{"context": "c", "continuation": "d"} | given] * 14
         path = write_bundle(tmp_path / "b.zip", {name: rows})
         action = lambda: core_tasks.load_panel(path, protocol="dclm")  # noqa: B023, E731
-        refused(capsys, action, f"{name}, line 1", "category must be str", said)
+        refused(capsys, action, f"{name}, line 1", f"category {said}")
         assert "jeopardy" in core_tasks.load_panel(path).rows  # the others do not read it
 
 

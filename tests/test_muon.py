@@ -221,6 +221,10 @@ def worker(rank, world, folder, large):
     muon.LARGE = large
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world)
     result = updated(rank, world)
+    own = torch.cat([w.flatten() for w in result["weights"].values()])
+    first = own.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(own, first)  # no rank drifts off
     layer = torch.nn.Linear(3, 2)  # of random weights
     torch.nn.init.constant_(layer.weight, rank)
     take_from_first(layer, Place(rank, world, torch.device("cpu")))

@@ -183,14 +183,15 @@ class Problem:
         return sorted(found, key=attrgetter("cost"))
 
     def at_bound(self, q) -> list[str]:
+        """The parameters that stand at a bound."""
         near = np.flatnonzero(np.minimum(q - self.low, self.high - q) < 1e-6)
-        return [f"{PARAMS[self.index[i]]} at a bound" for i in near]
+        return [PARAMS[self.index[i]] for i in near]
 
 
 @dataclass
 class Fit:
     law: dict[str, float]
-    at_bound: list[str]
+    bounded: list[str]  # what of the law and its intervals the bounds decide, in words
     # (1 + RESAMPLES, 8) logs of all parameters: the fit, then the bootstrap over whole runs
     logs: np.ndarray
     errors: dict[str, float]  # percent, or sums of the Huber loss
@@ -210,6 +211,9 @@ def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
         drawn = rng.integers(len(places), size=len(places))
         sample = np.concatenate([places[i] for i in drawn])
         found.append(problem.descend(best, sample, max_nfev=EXACT["max_nfev"]).x)
+    bounded = [f"{name} at a bound" for name in problem.at_bound(best)]
+    for end in np.quantile(found[1:], [0.025, 0.975], axis=0):
+        bounded += [f"interval of {name} ends at a bound" for name in problem.at_bound(end)]
     logs = problem.logs(found)
     errors = prediction_errors(logs, rows)
     without = {}
@@ -217,7 +221,7 @@ def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
         others = problem.descend(best, (rows.budget != budget).to_numpy()).x
         without[budget] = prediction_errors(problem.logs([others]), unseen)
     values = np.exp(logs[0, problem.index])
-    return Fit(dict(zip(law.free, values)), problem.at_bound(best), logs, errors, without)
+    return Fit(dict(zip(law.free, values)), bounded, logs, errors, without)
 
 
 def percent_off(guess, loss):

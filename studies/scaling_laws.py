@@ -191,7 +191,7 @@ def isoflop_table(iso: dict) -> list[str]:
 def law_line(name: str, fitted: laws.Fit) -> str:
     values = np.exp(fitted.logs).T
     said = [f"{key} {span(values[laws.PARAMS.index(key)])}" for key in fitted.law]
-    return f"- {name}: {', '.join(said + fitted.at_bound)}"
+    return f"- {name}: {', '.join(said + fitted.bounded)}"
 
 
 # -- advise

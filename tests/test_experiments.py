@@ -1,6 +1,7 @@
 """The comparisons as data and as a program, the ledger, and the depth laws' formulas."""
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -383,26 +384,32 @@ def test_a_damaged_ledger_is_named(here, capsys):
 # -- the columns of table 1, and the depth laws
 
 
-def test_text_perplexity_counts_every_token_once(packed, here, capsys):
+def test_zero_shot_scores_and_their_page(packed, here, capsys):
+    results = {
+        "piqa": {"acc,none": 0.6, "acc_norm,none": 0.7},
+        "wikitext": {"word_perplexity,none": 61.5},
+    }
+    (here / "results.json").write_text(json.dumps({"results": results | {"other": {"f1,none": 1}}}))
+    scores = zero_shot.scores_of(here / "results.json", "piqa,wikitext")
+    assert scores == {"piqa": 60.0, "wikitext": 61.5}
+    for task in ("other", "absent"):
+        asked = functools.partial(zero_shot.scores_of, here / "results.json", task)
+        refused(capsys, asked, f"no accuracy or perplexity of {task}")
     run_program("train.py", "--data", packed, "--out", here / "run", *SIZES)
-    model = load_run("run")[0]
-    ids = list(range(5, 75))  # 70 tokens: two windows of 32, and one of 6
-    got = zero_shot.text_nats(model, ids, bos=297, depth=3)
-    row = torch.tensor([297, *ids])
-    want = 0.0
-    for window, at in enumerate(range(0, 70, 32)):
-        piece = row[None, at : at + 33]
-        keys = torch.tensor([sequence_key(SEED_EVAL, window)])
-        want += model.losses(piece[:, :-1], piece[:, 1:], [3], keys)[3].sum().item()
-    assert got == pytest.approx(want, rel=1e-5)
-    (here / "wiki.txt").write_text("some words of text " * 20)
-    zero_shot.main(["run", "--wikitext", "wiki.txt", "--out", "page"])
-    found = json.loads((here / "run/zero_shot.json").read_text())["wikitext"]
-    assert found["by word"] > found["by token"] > 1
-    assert f"{found['by word']:.2f}" in (here / "page.md").read_text()
-    for content, words in ((b"", "is empty"), (b"caf\xe9", "is no text in UTF-8")):
-        (here / "bad.txt").write_bytes(content)
-        refused(capsys, lambda: zero_shot.main(["run", "--wikitext", "bad.txt"]), words)
+    zero_shot.main(["run", "--out", "page"])
+    file = here / "run/zero_shot.json"
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps(kept | {"tasks": scores}))
+    zero_shot.main(["run", "--out", "page"])
+    row = next(
+        line for line in (here / "page.md").read_text().split("\n") if line.startswith("| run,")
+    )
+    last = json.loads((here / "run/log.jsonl").read_text().split("\n")[-2])
+    perplexity = math.exp(last["loss"]["8"])
+    assert f"| {perplexity:.2f} | 61.50 |" in row and "| 60.00 |" in row
+    file.write_text(json.dumps({"of": "other weights", "tasks": scores}))
+    zero_shot.main(["run", "--out", "page"])
+    assert "61.50" not in (here / "page.md").read_text()
 
 
 def test_foretold_tokens_and_their_losses(packed, here):

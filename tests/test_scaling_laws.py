@@ -153,7 +153,7 @@ def test_paper_coefficients_are_recovered(size, tolerance):
     preset = f"parcae-{size}"
     truth = dict(zip(laws.PARAMS, np.exp(laws.PAPER[preset][0, :5])))
     f = fitted(made(preset))
-    assert f.law == pytest.approx(truth, rel=1e-5) and f.at_bound == []
+    assert f.law == pytest.approx(truth, rel=1e-5) and f.bounded == []
     assert max(f.errors.values()) < 1e-3  # in %
     N = laws.effective_params(laws.config_at(preset, 8))
     loss = laws.predict(laws.PAPER[preset], N, PAPER[preset].tokens)[0]
@@ -281,7 +281,8 @@ def test_what_the_runs_cannot_support_is_refused_or_reported(tmp_path, capsys):
     assert "isoflop.png" in page and "train.png" not in page
     rows = made()[:18]
     f = fitted(rows.assign(loss=2.5 + 25420 * rows.tokens**-0.525))  # no N in it
-    assert {"A at a bound", "a at a bound"} & set(f.at_bound)
+    assert {"A at a bound", "a at a bound"} & set(f.bounded)
+    assert {"interval of A ends at a bound", "interval of a ends at a bound"} & set(f.bounded)
     assert f.law["b"] == pytest.approx(0.525, rel=1e-2)
 
 

@@ -2,7 +2,7 @@
 
     python core_eval.py RUN                             # CORE as the paper and the post report it
     python core_eval.py RUN --panel core-extended --depth 1,2,4,8,16 --max-per-task 100
-    python core_eval.py RUN --task mine.jsonl:mc,shots=0,chance=25      # with a task of your own
+    python core_eval.py RUN --panel own --task mine.jsonl:mc,shots=0,chance=25  # a task of your own
     torchrun --standalone --nproc_per_node=8 core_eval.py RUN
 
 A score is a function of (weights, data, seed, depth). The initial loop states are those of (seed,
@@ -64,6 +64,7 @@ from model import load_run
 PROTOCOLS = {"parcae": "1234,2345,3456", "nanochat": "1234", "dclm": "1234"}
 WITHOUT_EFFECT = {  # flags, by panel
     "lambada": ("protocol", "baselines", "task"),  # it has rules of its own
+    "own": ("baselines", "bundle"),
     "val": ("protocol", "baselines", "seeds", "max_per_task", "bundle", "task"),
 }
 SHOT_SEED = 1234  # of dclm's shots, whatever --seeds
@@ -291,8 +292,9 @@ def parse_args():
         action="append",
         default=[],
         metavar="FILE:KIND[,shots=N][,chance=PERCENT][,delimiter=space|line]",
-        help="a task of your own, beside the panel and in no average; KIND: mc, schema or lm; may "
-        "be given again",
+        help="a task of your own, beside the panel and in no average but that of --panel own; KIND: "
+        "mc, schema or lm; chance: of guessing (default: 0, and centred is the accuracy); may be "
+        "given again",
     )
     add(
         "--baselines",
@@ -303,6 +305,8 @@ def parse_args():
     for name in WITHOUT_EFFECT.get(args.panel, ()):
         if getattr(args, name):
             fail(f"{flag(name)} has no effect on --panel {args.panel}; leave it out")
+    if args.panel == "own" and not args.task:
+        fail("--panel own needs a --task; give one, or leave --panel out")
     args.protocol = args.protocol or "parcae"
     args.baselines = args.baselines or "v1"
     args.seeds = args.seeds or counts(PROTOCOLS[args.protocol])
@@ -360,26 +364,38 @@ def earlier_of_first(path, header: dict, place: Place):
     return found[0]
 
 
+def panel_of(args, place: Place) -> Panel:
+    """The panel that the flags ask for; says what is left out."""
+    protocol = "parcae" if args.protocol == "nanochat" else args.protocol
+    if args.panel == "lambada":
+        protocol = "lambada"
+    own = [own_task(text) for text in args.task]
+    bundle = None
+    if args.panel != "own":
+        bundle = bundle_at(args.bundle, place.rank, place.world)
+    panel = load_panel(bundle, args.panel, protocol, args.max_per_task, own)
+    for label, why in panel.missing.items():
+        place.say(f"left out: {label}: {why}")
+    return panel
+
+
 def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     """-> {depth: record}. What an earlier start has finished is kept; every task is saved when it
     is done.
     """
     place = settings.place
-    protocol = "parcae" if args.protocol == "nanochat" else args.protocol
-    if args.panel == "lambada":
-        protocol = "lambada"
-    own = [own_task(text) for text in args.task]
-    bundle = bundle_at(args.bundle, place.rank, place.world)
-    panel = load_panel(bundle, args.panel, protocol, args.max_per_task, own)
+    panel = panel_of(args, place)
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
-    for label, why in panel.missing.items():
-        place.say(f"left out: {label}: {why}")
     kept, wrong = earlier_of_first(path, header, place)
     if wrong and place.rank == 0:
         old = put_aside(path)
         print(f"{path} {wrong}; all tasks run again, and it is kept as {old.name}")
     entries = {depth: {} for depth in settings.depths} | kept
     done = set.intersection(*(set(entries[depth]) for depth in settings.depths))
+    for task in panel.tasks:
+        if task.label in done:
+            entry = entries[settings.depths[-1]][task.label]
+            place.say(f"{describe(task.label, entry)}  (kept)")
 
     def records():
         # another evaluation may have written other depths meanwhile

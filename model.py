@@ -137,9 +137,9 @@ class AddInjection(nn.Module):
         super().__init__()
 
     @staticmethod
-    def write_is_matrix(cfg: "ModelConfig") -> bool:
-        """Whether e is multiplied by a matrix, once."""
-        return False
+    def write_matrices(cfg: "ModelConfig") -> float:
+        """How many (D, D) matrices e is multiplied by, once; a smaller one is a fraction."""
+        return 0
 
     def initial(self, part: str, std: float, generator: torch.Generator) -> torch.Tensor:
         """Initial value of the parameter `part`; std: that of the network's input matrices."""
@@ -182,8 +182,8 @@ class DiagonalInjection(AddInjection):
             self.B = nn.Parameter(torch.empty(cfg.d_model, cfg.d_model))
 
     @staticmethod
-    def write_is_matrix(cfg):
-        return cfg.input_matrix
+    def write_matrices(cfg):
+        return int(cfg.input_matrix)
 
     def initial(self, part, std, generator):
         if part == "A_log":
@@ -229,8 +229,8 @@ class ConcatInjection(AddInjection):
         self.W = nn.Parameter(torch.empty(cfg.d_model, 2 * cfg.d_model))  # [carry, write]
 
     @staticmethod
-    def write_is_matrix(cfg):
-        return True
+    def write_matrices(cfg):
+        return 1
 
     def initial(self, part, std, generator):
         return orthogonal(self.W.shape, std, generator)

@@ -35,7 +35,13 @@ import torch.distributed as dist
 import core_eval
 from dataloader import PackedData
 from looped.announce import announce, choices_made, run_config, say_stopped
-from looped.checkpoint import MISFIT_ERRORS, join_writer, restore, save_checkpoint
+from looped.checkpoint import (
+    MISFIT_ERRORS,
+    join_writer,
+    network_differences,
+    restore,
+    save_checkpoint,
+)
 from looped.console import (
     Parser,
     counts,
@@ -165,7 +171,7 @@ OPTIMIZERS = {"muon": muon_groups, "adamw": adamw_groups}
 
 # fmt: off
 def parse_args(argv=None):
-    parser = Parser(description=__doc__, allow_abbrev=False)
+    parser = Parser(description=__doc__, prog="train.py", allow_abbrev=False)
     add = parser.add_argument
     add("--preset", default="nano", choices=PRESETS,
         help="network and recipe (default: %(default)s)")
@@ -400,6 +406,8 @@ def training_step(
             optimizer.reducer.before_last_backward()
         (loss / batch.step_tokens).backward()
         for name, value in dict(loss=loss.detach(), **stats).items():
+            if value.dim():
+                raise ValueError(f"statistic {name} is {tuple(value.shape)}; sum it over tokens")
             means[name] = means.get(name, 0.0) + value / batch.step_tokens
     out = optimizer.step(rates, torch.stack(list(means.values())))
     return dict(zip(["grad_norm2", *means], out, strict=True))
@@ -592,10 +600,21 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
 # The parts of a run, and the run itself
 
 
+def weights_of(model: Model) -> dict:
+    """The shapes of the weights by name."""
+    return {name: w.shape for name, w in model.state_dict().items()}
+
+
 def begin_from(run, model: Model, data: PackedData) -> None:
     """Gives the model another run's newest weights."""
     try:
-        other, _, config = load_run(run)
+        other, cfg, config = load_run(run)
+        if weights_of(other) != weights_of(model):
+            defaults = dataclasses.asdict(ModelConfig())
+            settings = dataclasses.asdict(model.cfg)
+            differing = network_differences(dataclasses.asdict(cfg), settings, defaults)
+            names = ", ".join(differing) or "another model.py"
+            fail(f"--init-from {run} has other weights: {names}; repeat its flags")
         model.load_state_dict(other.state_dict(), assign=True)
         same_tokens = config["tokenizer"]["sha256"] == data.manifest["tokenizer_sha256"]
     except (*MISFIT_ERRORS, FileNotFoundError) as e:
@@ -663,7 +682,7 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
             folder = Path(args.out)
             config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
             defaults = dataclasses.asdict(ModelConfig())  # as `config_of` takes them
-            if not folder.exists():
+            if not (folder / "config.json").is_file():
                 check_sources(args, cfg, data)
             newest = prepare_run(folder, config, defaults, args.resume)
             told = [config, newest, is_finished(folder, args, cfg, data)]
@@ -688,7 +707,8 @@ def train(args, progress: dict) -> None:
     rows_given = args.device_batch_size is not None
     steps = settle(args, cfg, recipe_of(args.preset), place.world)
     data = open_data(args, cfg, place)
-    args.out = args.out or default_directory(args, cfg)
+    if args.out is None:
+        args.out = default_directory(args, cfg)
     folder = Path(args.out)
     dtype_reason = choose_dtype(args, place)
     config, newest, finished = agree_on_run(args, cfg, data, steps, place)

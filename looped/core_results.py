@@ -110,7 +110,7 @@ def averages(name: str, tasks: list[Task], entries: dict) -> dict:
 def summarise(panel: Panel, entries: dict) -> dict:
     """Entries of the tasks at one depth -> the record of that depth."""
     cut = f", at most {panel.limit} examples a task" if panel.limit else ""
-    tasks = PANELS[panel.name]
+    tasks = PANELS[panel.name] or panel.tasks
     total = average(TITLES[panel.name] + cut, tasks, entries)
     record = {"aggregate": total, "tasks": entries}
     if panel.name == "lambada":
@@ -120,7 +120,8 @@ def summarise(panel: Panel, entries: dict) -> dict:
     if panel.name == "core-extended":
         record["core"] = average("CORE" + cut, TASKS[:22], entries)
         record["categories_ext"] = averages("family", tasks, entries)
-    record["categories_fine"] = averages("category", TASKS[:22], entries)
+    if panel.name != "own":
+        record["categories_fine"] = averages("category", TASKS[:22], entries)
     return record
 
 

@@ -131,15 +131,26 @@ def read_table() -> list[Task]:
 
 TASKS = read_table()
 LAMBADA = TASKS[9]
-PANELS = {"core": TASKS[:22], "core-extended": TASKS, "lambada": [LAMBADA]}
-TITLES = {"core": "CORE", "core-extended": "CORE Extended", "lambada": "LAMBADA perplexity"}
+PANELS = {"core": TASKS[:22], "core-extended": TASKS, "lambada": [LAMBADA], "own": []}
+TITLES = {
+    "core": "CORE",
+    "core-extended": "CORE Extended",
+    "lambada": "LAMBADA perplexity",
+    "own": "own tasks",
+}
+
+
+def delimiter(name: str) -> str:
+    if name not in DELIMITERS:
+        raise ValueError(f"delimiter {name} is not one of {', '.join(DELIMITERS)}")
+    return DELIMITERS[name]
 
 
 # how the settings of one's own task are read
 OWN_TASK_SETTINGS = {
     "shots": non_negative_int,
     "chance": number(float, 0, 99.9, "a percentage below 100"),
-    "delimiter": DELIMITERS.__getitem__,
+    "delimiter": delimiter,
 }
 
 
@@ -158,7 +169,9 @@ def own_task(text: str) -> Task:
             raise ValueError(f"{kind!r} is no kind of task")
         content = Path(path).read_bytes() + settings.encode()
         for pair in pairs:
-            name, value = pair.split("=")
+            name, _, value = pair.partition("=")
+            if name not in OWN_TASK_SETTINGS:
+                raise ValueError(f"{name} is not one of {', '.join(OWN_TASK_SETTINGS)}")
             given[name] = OWN_TASK_SETTINGS[name](value)
     digest = hashlib.sha256(content).hexdigest()
     label = f"{Path(path).stem}-{digest[:8]}"
@@ -225,7 +238,7 @@ def parse_rows(blob: bytes, task: Task, with_category: bool = False) -> list[dic
 def fetch_bundle(path=BUNDLE, url=URL):
     """Downloads once, continuing where it was interrupted."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    print(f"fetching {url} to {path}", flush=True)
+    print(f"fetching {url} to {path}; without a network: --bundle PATH", flush=True)
     try:
         with_retries(fetch_file, url, path, zipfile.is_zipfile)
     except GivenUpError as e:
@@ -283,15 +296,19 @@ class Panel:
     name: str
     protocol: str  # parcae, dclm or lambada
     limit: int | None  # examples a task
-    tasks: list[Task]  # of these, those of PANELS[name] are averaged
+    tasks: list[Task]  # of these, those of PANELS[name] are averaged; of the panel "own" all
     rows: dict[str, list[dict]] = field(default_factory=dict)  # by label
     missing: dict[str, str] = field(default_factory=dict)  # label -> why it cannot be run
     sha256: str | None = None  # of the bundle
 
 
 def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Panel:
-    """The panel with its rows, from a bundle; own: further tasks, with files of their own."""
-    files, sha256 = open_bundle(path)
+    """The panel with its rows, from a bundle, if it needs one; own: further tasks, with files of
+    their own.
+    """
+    files, sha256 = {}, None
+    if name != "own":
+        files, sha256 = open_bundle(path)
     files |= {task.file: Path(task.file).read_bytes() for task in own}
     panel = Panel(name, protocol, limit, [*PANELS[name], *own], sha256=sha256)
     for task in panel.tasks:
@@ -307,8 +324,10 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
             panel.rows[task.label] = rows
         else:
             why = f"{task.shots} shots need more than the {n} examples of {task.file}"
+            if task in own:
+                fail(f"--task: {why}; give more examples or fewer shots")
             panel.missing[task.label] = why
-    if not any(task.label in panel.rows for task in PANELS[name]):
+    if not panel.rows or not any(task.label in panel.rows for task in PANELS[name] or own):
         advice = "give the zip, or the folder it holds, with --bundle PATH"
         fail(f"{path} has no task of {TITLES[name]}; {advice}")
     return panel

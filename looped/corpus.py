@@ -74,7 +74,8 @@ def jsonl_texts(path, skipped):
             except DAMAGE as e:
                 if not skipped[reason]:
                     where = f"{path}, line {number}"
-                    print(f"skipped: {where}: {one_line(e)} (more are counted)", file=sys.stderr)
+                    why = f"no text under the key text: {one_line(e)}"
+                    print(f"skipped: {where}: {why} (more are counted)", file=sys.stderr)
                 skipped[reason] += 1
             else:
                 yield text
@@ -350,9 +351,12 @@ def with_retries(action, *args):
     """action(*args), tried again after errors that may pass; raises GivenUpError(reason)."""
     import requests
 
+    reason = ""
     for attempt in range(ATTEMPTS):
         if attempt:
-            time.sleep(BACK_OFF * 2 ** (attempt - 1))
+            wait = BACK_OFF * 2 ** (attempt - 1)
+            print(f"{reason}; trying again in {wait:g} s", flush=True)
+            time.sleep(wait)
         try:
             return action(*args)
         except requests.HTTPError as e:

@@ -9,7 +9,7 @@ def flops_per_token(cfg, injection, attention: bool = True) -> float:
     N1 are the effective parameters run without gradient, N2 those with, at the means of the depth
     law. The head counts; token and value tables do not, nor do a mechanism's gates and queries
     (below 1 % of a core layer at 140M). injection: the class of the linear path, which says whether
-    it multiplies the state by a matrix in every loop, and the written input once. attention:
+    it multiplies the state by a matrix in every loop, and the input by how many once. attention:
     whether its products of all pairs of tokens (PaLM's count) are counted too.
     """
     d = cfg.d_model
@@ -22,7 +22,7 @@ def flops_per_token(cfg, injection, attention: bool = True) -> float:
     if cfg.n_core:
         without, learning = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
         loop = cfg.n_core * block + d * d * injection.carry_is_matrix
-        once += d * d * (injection.write_is_matrix(cfg) + cfg.readout)
+        once += d * d * (injection.write_matrices(cfg) + cfg.readout)
     n1 = without * loop
     n2 = once + learning * loop
     flops = 2.0 * n1 + 6.0 * n2

@@ -43,8 +43,10 @@ def differences(old: dict, new: dict, defaults: dict) -> list[str]:
         if name not in CHANGEABLE and old["args"].get(name, value) != value:
             names.append(f"{flag(name)} {old['args'][name]} (now {value})")
     for name in ("tokenizer", "data"):
-        if old[name]["sha256"] != new[name]["sha256"]:
-            names.append(name)
+        was = old[name]["sha256"]
+        now = new[name]["sha256"]
+        if was != now:
+            names.append(f"{name} {str(was)[:10]} (now {now[:10]})")
     return names
 
 
@@ -53,10 +55,10 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
     from.
     """
     file = run / "config.json"
-    if run.exists() and not resume:
-        fail(f"{run} exists; add --resume to continue it, or name another with --out")
     hold_run(run)
     continued = file.is_file()
+    if continued and not resume:
+        fail(f"{run} exists; add --resume to continue it, or name another with --out")
     advice = "restore it, or name another run with --out"
     with outside(f"{file} is damaged", advice):
         begun = json.loads(file.read_text()) if continued else config

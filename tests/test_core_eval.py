@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -165,7 +166,7 @@ def test_core_of_a_public_log():
 
 def test_table_is_the_published_panels():
     tasks = core_tasks.TASKS
-    assert [len(panel) for panel in core_tasks.PANELS.values()] == [22, 46, 1]
+    assert [len(panel) for panel in core_tasks.PANELS.values()] == [22, 46, 1, 0]
     assert len({task.label for task in tasks}) == 46
 
     def sizes(name, tasks):
@@ -859,20 +860,44 @@ def test_ones_own_task_is_in_no_average_and_reruns_nothing(run, start, encoded, 
     score, over_chance = added["accuracy"]["mean"], added["centered"]["mean"]
     assert over_chance == pytest.approx((score - 0.25) / 0.75)
     encoded.clear()
+    capsys.readouterr()
     start("--seeds", "5", "--task", task)
     assert not encoded
+    assert re.search(rf"{label} +{score:.4f} .*\(kept\)", capsys.readouterr().out)
     mine.write_text(mine.read_text() + "\n" + json.dumps(make_rows("mc", 1)[0]))
     start("--seeds", "5", "--task", task)  # another file is another task
     assert len(set(encoded)) == 1
     assert label not in encoded
     for bad, said in (("no.jsonl:mc", "No such file"), (f"{mine}:xx", "no kind"), (f"{mine}:mc,shots=x", "shots"),
-                      (f"{mine}:mc,chance=200", "chance"), (f"{mine}:mc,many=3", "delimiter")):  # fmt: skip
+                      (f"{mine}:mc,chance=200", "chance"), (f"{mine}:mc,many=3", "many is not one of shots"),
+                      (f"{mine}:mc,delimiter=tab", "tab is not one of space")):  # fmt: skip
         refused(capsys, lambda: start("--task", bad), f"--task {bad}", said)  # noqa: B023
     refused(
         capsys,
         lambda: start("--panel", "lambada", "--task", task),
         "--task has no effect on --panel lambada",
     )
+
+
+def test_ones_own_tasks_alone_need_no_bundle(run, start, tmp_path, capsys):
+    flags = ["--seeds", "5"]
+    for name, count in (("one", 9), ("two", 5)):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(json.dumps(row) for row in make_rows("mc", count)))
+        flags += ["--task", f"{file}:mc,shots=2,chance=25"]
+    start(*flags)
+    beside = json.loads((run / "core_core_parcae.json").read_text())["depths"]["2"]["tasks"]
+    start(*flags, "--panel", "own", "--bundle", "")
+    alone = json.loads((run / "core_own_parcae.json").read_text())["depths"]["2"]
+    assert alone["tasks"] == {name: beside[name] for name in beside if "-" in name}
+    means = [entry["centered"]["mean"] for entry in alone["tasks"].values()]
+    assert len(means) == 2 and alone["aggregate"]["mean"] == pytest.approx(np.mean(means))
+    assert "own tasks" in capsys.readouterr().out
+    refused(capsys, lambda: start("--panel", "own", "--bundle", ""), "needs a --task")
+    refused(capsys, lambda: start("--panel", "own", *flags), "--bundle has no effect")
+    for count in (0, 2):
+        file.write_text("\n".join(json.dumps(row) for row in make_rows("mc", count)))
+        refused(capsys, lambda: start(*flags), f"2 shots need more than the {count} examples")
 
 
 def test_nanochat_is_parcae_at_seed_1234(run, start, capsys):

@@ -264,7 +264,7 @@ def test_several_samples_are_those_made_one_by_one(call, capsys):
 @pytest.mark.parametrize("words, missing, says", [
     ("--depth 4", "", "required: --prompt"), ("--prompt=", "", "empty"), ("--prompt 0123456789abc", "", "14 tokens"),
     ("--depth 0 --prompt a", "", "--depth: 0 is not"), ("--depth x --prompt a", "", "--depth: x is not"),
-    ("--exit-threshold -1", "", "--exit-threshold: -1"), ("--top-p 1.5", "", "--top-p: 1.5"), ("--num 0", "", "--num: 0"),
+    ("--exit-threshold -1", "", "--exit-threshold: -1"), ("--prompt a --exit-threshold 1", "", "without --depth auto"), ("--top-p 1.5", "", "--top-p: 1.5"), ("--num 0", "", "--num: 0"),
     ("--temperature nan", "", "--temperature: nan"),
     ("--prompt a", "tokenizer.json", "is not there"), ("--prompt a", "config.json", "it has no config.json"),
     ("--prompt a", "step_0000001.pt", "no whole checkpoint"), ("--prompt a", "shape", "do not fit"),

@@ -684,6 +684,11 @@ def test_a_refusal_by_rank_0_ends_all_ranks_with_one_line(base, packed):
 def test_an_existing_run_is_not_overwritten(base, packed, capsys):
     before = contents(base)
     refused(capsys, lambda: here(packed, base), "--resume")
+    (base.parent / "text").write_text("not a run")
+    (base.parent / "texts").mkdir()
+    (base.parent / "texts" / "a.txt").write_text("not a run")
+    refused(capsys, lambda: here(packed, base.parent / "text"), "cannot be made")
+    refused(capsys, lambda: here(packed, base.parent / "texts"), "holds a.txt but no config.json")
     other = ["--resume", "--gain", "zoh", "--muon-lr", "1e-3"]
     refused(
         capsys,
@@ -691,6 +696,12 @@ def test_an_existing_run_is_not_overwritten(base, packed, capsys):
         "--gain euler (now zoh), --muon-lr 0.02 (now 0.001)",
     )
     assert contents(base) == before
+
+
+def test_a_statistic_that_is_no_sum_is_named(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(Model, "statistics", lambda *_: {"mine": torch.ones(2, 3)})
+    with pytest.raises(ValueError, match=r"statistic mine is \(2, 3\)"):
+        here(packed, tmp_path / "r")
 
 
 def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path, capsys):
@@ -703,7 +714,7 @@ def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path, capsys):
         capsys,
         lambda: here(packed, tmp_path / "other", *other),
         "--init-from",
-        "size mismatch for blocks",
+        "other weights: --d-mlp 64 (now 48)",
     )
     for other in (["--init-from", "nowhere"], ["--core-every", "1", "--bundle", "nowhere"]):
         refused(capsys, lambda other=other: here(packed, tmp_path / "other", *other), "nowhere")

@@ -61,7 +61,8 @@ def settings(run: LoggedRun) -> dict:
     """The flags of the training and the network that have an effect on a run's numbers, and a hash
     of the network's code.
     """
-    flags = run.config["args"] | run.config["model"]
+    # what an older run lacks had the default
+    flags = run.config["args"] | asdict(ModelConfig()) | run.config["model"]
     known = {name: value for name, value in flags.items() if name not in CHANGEABLE | {"dtype"}}
     return known | {"code": run.config.get("network_code", "")[:10]}
 
@@ -79,6 +80,8 @@ def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
         meant |= unheeded(run.config["model"]["n_core"])
         names = [name for name in names if name not in meant]
     names = [name for name in names if name != "seed"]
+    if names != ["code"]:  # a flag names the change
+        names = [name for name in names if name != "code"]
     return [f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names]
 
 
@@ -114,8 +117,9 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
 def circumstances(run: LoggedRun) -> dict:
     """What should be the same where losses are compared."""
     config = run.config
-    facts = {name: config[name] for name in ("git", "versions", "device", "dtype")}
+    facts = {name: config[name] for name in ("versions", "device", "dtype")}
     return facts | {
+        "code": [config["git"], config.get("network_code")],
         "data": config["data"]["sha256"],
         "tokenizer; compare bits per byte": config["tokenizer"]["sha256"],
         "tokens trained": run.last.get("tokens"),

@@ -32,6 +32,8 @@ from looped.machine import DEVICES, distributed
 from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
+EXIT = 5e-4  # nats: the threshold of --depth auto
+
 
 @dataclass
 class Depth:
@@ -171,8 +173,8 @@ def parse_args(argv):
     add("run", metavar="RUN", help="run directory")
     add("--prompt", action="append", required=True, help="text to go on from; may be repeated")
     add("--depth", type=auto_or_loops, help="loops, or auto (default: the run's mu_rec)")
-    add("--exit-threshold", type=non_negative_float, default=5e-4,
-        help="of --depth auto, which takes at most twice mu_rec loops: nats (default: %(default)s)")  # fmt: skip
+    add("--exit-threshold", type=non_negative_float,
+        help=f"of --depth auto, which takes at most twice mu_rec loops: nats (default: {EXIT})")  # fmt: skip
     add("--temperature", type=non_negative_float, default=0.8,
         help="0 takes the likeliest token (default: %(default)s)")  # fmt: skip
     add("--top-k", type=non_negative_int, default=0,
@@ -186,6 +188,8 @@ def parse_args(argv):
     args = parser.parse_args(argv)
     if not all(args.prompt):
         fail('there is an empty prompt; give some text, for example --prompt "The"')
+    if args.depth != "auto" and args.exit_threshold is not None:
+        fail("--exit-threshold has no meaning without --depth auto; add it, or leave this out")
     return args
 
 
@@ -195,7 +199,8 @@ def chosen_depth(args, cfg) -> Depth:
             fail("the model has no loop; leave --depth out")
         return Depth(0)
     if args.depth == "auto":
-        return Depth(2 * cfg.mu_rec, args.exit_threshold)
+        threshold = EXIT if args.exit_threshold is None else args.exit_threshold
+        return Depth(2 * cfg.mu_rec, threshold)
     return Depth(args.depth or cfg.mu_rec)
 
 

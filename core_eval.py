@@ -280,13 +280,22 @@ def parse_args():
         choices=list(PROTOCOLS),
         help="whose rules; nanochat: parcae's at seed 1234 (default: parcae)",
     )
-    depths = "loops, one or several between commas (default: the run's mu_rec)"
-    add("--depth", type=counts, help=depths)
-    seeds = "of shots and initial states (default: parcae 1234,2345,3456; others 1234)"
-    add("--seeds", type=counts, help=seeds)
+    add(
+        "--depth",
+        type=counts,
+        help="loops, one or several between commas (default: the run's mu_rec)",
+    )
+    add(
+        "--seeds",
+        type=counts,
+        help="of shots and initial states (default: parcae 1234,2345,3456; others 1234)",
+    )
     add("--max-per-task", type=positive_int, help="examples (default: all)")
-    bundle = f"zip or folder of the task data (default: {BUNDLE}, fetched once)"
-    add("--bundle", default="", help=bundle)
+    add(
+        "--bundle",
+        default="",
+        help=f"zip or folder of the task data (default: {BUNDLE}, fetched once)",
+    )
     add(
         "--task",
         action="append",
@@ -438,7 +447,7 @@ def main():
     if place.rank == 0:
         save(path, header, records)
     rules = f" ({args.protocol}, baselines {args.baselines})"
-    if args.panel in WITHOUT_EFFECT:
+    if args.panel in ("lambada", "val"):
         rules = ""
     for depth in depths:
         score = "{name} {mean:.4f} ± {std:.4f}".format(**records[depth]["aggregate"])

@@ -35,13 +35,7 @@ import torch.distributed as dist
 import core_eval
 from dataloader import PackedData
 from looped.announce import announce, choices_made, run_config, say_stopped
-from looped.checkpoint import (
-    MISFIT_ERRORS,
-    join_writer,
-    network_differences,
-    restore,
-    save_checkpoint,
-)
+from looped.checkpoint import MISFIT_ERRORS, join_writer, restore, save_checkpoint, take_weights
 from looped.console import (
     Parser,
     counts,
@@ -600,22 +594,11 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
 # The parts of a run, and the run itself
 
 
-def weights_of(model: Model) -> dict:
-    """The shapes of the weights by name."""
-    return {name: w.shape for name, w in model.state_dict().items()}
-
-
 def begin_from(run, model: Model, data: PackedData) -> None:
     """Gives the model another run's newest weights."""
     try:
-        other, cfg, config = load_run(run)
-        if weights_of(other) != weights_of(model):
-            defaults = dataclasses.asdict(ModelConfig())
-            settings = dataclasses.asdict(model.cfg)
-            differing = network_differences(dataclasses.asdict(cfg), settings, defaults)
-            names = ", ".join(differing) or "another model.py"
-            fail(f"--init-from {run} has other weights: {names}; repeat its flags")
-        model.load_state_dict(other.state_dict(), assign=True)
+        other, _, config = load_run(run)
+        take_weights(model, other)
         same_tokens = config["tokenizer"]["sha256"] == data.manifest["tokenizer_sha256"]
     except (*MISFIT_ERRORS, FileNotFoundError) as e:
         fail(f"--init-from {run}: {one_line(e)}")

@@ -131,6 +131,19 @@ def same_settings(state: dict, cfg) -> None:
         raise ValueError(", ".join(differing))
 
 
+def take_weights(model, other) -> None:
+    """Gives a model the weights of another; ValueError where they do not fit, with the settings in
+    which the networks differ.
+    """
+    try:
+        model.load_state_dict(other.state_dict(), assign=True)
+    except RuntimeError:
+        defaults = asdict(type(model.cfg)())
+        differing = network_differences(asdict(other.cfg), asdict(model.cfg), defaults)
+        names = ", ".join(differing) or "another model.py"
+        raise ValueError(f"it has other weights: {names}") from None
+
+
 def restore(path: Path, model, optimizer) -> int:
     """Puts a checkpoint into model and optimiser; -> its step. One of another model ends the
     program.

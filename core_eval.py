@@ -273,8 +273,12 @@ def parse_args():
     p = Parser(description=__doc__, allow_abbrev=False)
     add = p.add_argument
     add("run", metavar="RUN", help="run directory")
-    panels = [*PANELS, "val"]
-    add("--panel", default="core", choices=panels, help="what to evaluate (default: %(default)s)")
+    add(
+        "--panel",
+        default="core",
+        choices=[*PANELS, "val"],
+        help="what to evaluate (default: %(default)s)",
+    )
     add(
         "--protocol",
         choices=list(PROTOCOLS),
@@ -349,8 +353,10 @@ def validation(model, enc, config, settings: Settings) -> dict:
     data = PackedData(folder)
     of_run = data.manifest["tokenizer_sha256"] == config["tokenizer"]["sha256"]
     if not of_run or data.seq_len > model.cfg.seq_len:
-        advice = f"pack it with its tokenizer.json, --seq-len {model.cfg.seq_len}"
-        fail(f"{data.folder} does not fit the run; {advice}")
+        fail(
+            f"{data.folder} does not fit the run; pack it with its tokenizer.json, "
+            f"--seq-len {model.cfg.seq_len}"
+        )
     if known not in (None, data.sha256()):
         fail(f"{data.folder} holds other rows than those of the run; pack those again")
     rank, world, device = settings.place

@@ -242,8 +242,10 @@ def refuse_foreign(out, files):
     """Refuses a folder that holds any of the files to be written, but of another making."""
     for file in files:
         if (out / file).exists():
-            advice = "move it or choose another --out"
-            fail(f"{out} holds a {file} of another making and no manifest.json; {advice}")
+            fail(
+                f"{out} holds a {file} of another making and no manifest.json; "
+                "move it or choose another --out"
+            )
 
 
 def pack(args):

@@ -460,8 +460,9 @@ class ModelConfig:
         for name, value in vars(self).items():
             minimum = 1 if name in POSITIVE else 0
             if type(value) in (int, float) and not minimum <= value < 1 << 31:
-                bounds = f"it must lie in [{minimum}, 2^31)"
-                raise ValueError(f"{flag(name)} {value} is out of range: {bounds}")
+                raise ValueError(
+                    f"{flag(name)} {value} is out of range: it must lie in [{minimum}, 2^31)"
+                )
         if self.n_core:
             self._check_loop()
         else:
@@ -472,20 +473,24 @@ class ModelConfig:
         self.mu_rec = 0
         self.mu_bwd = 0
         if self.mechanism != "none":
-            advice = "needs a loop, but --n-core is 0; try --n-core 1"
-            raise ValueError(f"--mechanism {self.mechanism} {advice}")
+            raise ValueError(
+                f"--mechanism {self.mechanism} needs a loop, but --n-core is 0; try --n-core 1"
+            )
 
     def _check_loop(self):
         if self.mechanism != "none" and self.granularity == "token":
-            advice = "excludes --granularity token; try --granularity sequence"
-            raise ValueError(f"--mechanism {self.mechanism} {advice}")
+            raise ValueError(
+                f"--mechanism {self.mechanism} excludes --granularity token; "
+                "try --granularity sequence"
+            )
         if self.mu_rec < 1:
             raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
         if self.mu_bwd == 0:
             self.mu_bwd = math.ceil(self.mu_rec / 2)
         if self.mu_bwd > self.mu_rec:
-            advice = f"exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}"
-            raise ValueError(f"--mu-bwd {self.mu_bwd} {advice}")
+            raise ValueError(
+                f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}"
+            )
 
     def _check_shapes(self):
         # a head's channels rotate in pairs; half of the pairs may be the preceding token's
@@ -493,8 +498,10 @@ class ModelConfig:
         unit = part * self.n_head
         if self.d_model % unit:
             fits = math.ceil(self.d_model / unit) * unit
-            advice = f"is no multiple of {part} × --n-head {self.n_head}; try --d-model {fits}"
-            raise ValueError(f"--d-model {self.d_model} {advice}")
+            raise ValueError(
+                f"--d-model {self.d_model} is no multiple of {part} × --n-head {self.n_head}; "
+                f"try --d-model {fits}"
+            )
         outside = min(self.n_prelude, self.n_coda) if self.n_core else self.n_layer() - 1
         if self.token_shift and outside < 1:
             raise ValueError(
@@ -638,6 +645,7 @@ class Model(nn.Module):
         self.loss_chunk = 0  # tokens; 0 keeps all logits of a micro-batch
         self.checkpoint_loops = False
         self.is_compiled = False
+        self.whole_step = None  # core_step compiled for all rows
         self.injection = None
         if cfg.n_core:
             self.injection = INJECTIONS[cfg.injection](cfg)
@@ -857,7 +865,7 @@ class Model(nn.Module):
                 given = (inputs if learning else constants).rows(loop.active)
                 active = x[: loop.active]
                 with torch.set_grad_enabled(learning):
-                    propose = self._proposal(given, loop.index, cache)
+                    propose = self._proposal(given, loop.index, cache, loop.active == len(x))
                     new = mechanism.step(active, history, loop.index, propose)
                 if new.dtype != active.dtype:
                     raise TypeError(
@@ -872,15 +880,16 @@ class Model(nn.Module):
                 x = new if loop.active == len(x) else torch.cat([new, x[loop.active :]])
                 yield LoopState(mechanism, x, before)
 
-    def _proposal(self, inputs: LoopInputs, index, cache):
-        """The function h -> core_step(h) of one loop."""
+    def _proposal(self, inputs: LoopInputs, index, cache, whole: bool):
+        """The function h -> core_step(h) of one loop; whole: of all rows."""
+        step = self.whole_step if whole and self.whole_step else self.core_step
 
         def propose(h):
             if self.checkpoint_loops and torch.is_grad_enabled():
                 return checkpoint(
-                    self.core_step, h, inputs, index, use_reentrant=False, preserve_rng_state=False
+                    step, h, inputs, index, use_reentrant=False, preserve_rng_state=False
                 )
-            return self.core_step(h, inputs, index, cache)
+            return step(h, inputs, index, cache)
 
         return propose
 
@@ -985,21 +994,25 @@ class Model(nn.Module):
 
         core_step gets a graph for all rows of a micro-batch, one for any number of active rows and
         one for a single row, each with and without gradient; `enter_loop` one with and one
-        without, coda_loss one with, token_losses one without. Then no more compiling.
+        without, coda_loss one with, token_losses one without. Then no more compiling. All rows
+        have a wrapper of their own, whole_step: within one, the graph for any number would serve
+        them too.
         """
         self.is_compiled = True
-        pieces = self.PIECES
+        compiled = functools.partial(torch.compile, backend=backend)
+        self.whole_step = compiled(self.core_step, dynamic=False)
+        self.core_step = compiled(self.core_step)
+        self.enter_loop = compiled(self.enter_loop, dynamic=False)
+        self.coda_loss = compiled(self.coda_loss, dynamic=False)
         if for_cpu:  # LOG.md, "Compiling on a CPU"
-            pieces = ("enter_loop", "core_step", "coda_loss")
             self.initial_state = torch.compiler.disable(self.initial_state)
-        for name in pieces:
-            dynamic = None if name == "core_step" else False
-            piece = torch.compile(getattr(self, name), dynamic=dynamic, backend=backend)
-            setattr(self, name, piece)
+        else:
+            self.token_losses = compiled(self.token_losses, dynamic=False)
 
     def uncompiled(self) -> "Model":
         """The same weights, with pieces that are not compiled: for shapes that vary."""
         view = copy.copy(self)
+        view.whole_step = None
         for name in self.PIECES:
             view.__dict__.pop(name, None)
         return view

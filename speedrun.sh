@@ -8,6 +8,8 @@
 # Run again, it continues where it stopped: finished stages are skipped, training resumes.
 set -euo pipefail
 cd "$(dirname "$0")"
+# what torchrun's ranks have to save before they are killed: a large checkpoint takes more than its 30 seconds
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$GPUS" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then

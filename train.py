@@ -603,8 +603,10 @@ def begin_from(run, model: Model, data: PackedData) -> None:
     except (*MISFIT_ERRORS, FileNotFoundError) as e:
         fail(f"--init-from {run}: {one_line(e)}")
     if not same_tokens:
-        advice = f"pack them with {run}/tokenizer.json"
-        fail(f"--init-from {run} has another tokenizer than the data; {advice}")
+        fail(
+            f"--init-from {run} has another tokenizer than the data; "
+            f"pack them with {run}/tokenizer.json"
+        )
 
 
 def check_sources(args, cfg: ModelConfig, data: PackedData) -> None:

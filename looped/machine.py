@@ -100,8 +100,11 @@ def distributed(name: str) -> Place:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1 and not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=HANG)
+        if device.type == "cuda":
+            # else a barrier takes the rank modulo the GPUs that are seen, which may be another card
+            dist.init_process_group("nccl", timeout=HANG, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=HANG)
     return Place(rank, world, device)
 
 
@@ -170,11 +173,16 @@ def best_dtype(device: torch.device) -> tuple[str, str]:
 
 def choose_compile(wish: str, steps: int, place: Place) -> tuple[bool, str]:
     """Whether to compile the model's pieces, and the reason. wish: auto, on or off."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if place.is_gpu and wish != "off":  # Triton compiles its launcher here
+        compilers = [os.environ.get("CC", "gcc"), "clang"]
+        if not any(map(shutil.which, compilers)) or not header.is_file():
+            needs = "compiling takes gcc and Python's headers, not all of which are here"
+            fail(f"{needs}; install them (python3-dev), or try --compile off")
     if wish != "auto":
         return wish == "on", "given"
     if place.device.type != "cpu":
         return place.is_gpu, f"the default on {place.device.type}"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if sys.platform != "linux" or not compiler or not header.is_file():
         return False, "on a CPU it takes Linux, g++ and Python's headers, not all of which are here"
@@ -285,15 +293,19 @@ def from_device(numbers: dict[str, torch.Tensor], place: Place) -> Callable[[], 
 
 @contextlib.contextmanager
 def exact_products(device):
-    """Within, float32 products are exact, not TF32. On a CPU each core takes batches of its own:
-    such small products gain little from being split.
+    """Within, float32 products are exact, not TF32, and attention is not cuDNN's, which makes a plan
+    for every new shape. On a CPU each core takes batches of its own: such small products gain
+    little from being split.
     """
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     tf32 = torch.backends.cuda.matmul.allow_tf32
     threads = torch.get_num_threads()
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_num_threads(1 if device.type == "cpu" else threads)
     try:
         yield threads
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         torch.set_num_threads(threads)

@@ -72,6 +72,38 @@ def count_uncompiled(model, action) -> Counter:
     return calls
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_all_rows_run_the_graphs_of_their_number(recomputed):
+    """Others run the graphs for any number of rows, or for one."""
+    torch._dynamo.reset()
+    ran = []
+
+    def backend(graph, inputs):
+        sizes = [x for x in inputs if isinstance(x, torch.SymInt)]
+
+        def run(*args):
+            ran.append("any" if sizes else "own")
+            return graph(*args)
+
+        return run
+
+    model = Model(SMALL)
+    model.init_weights(0)
+    model.checkpoint_loops = recomputed
+    model.compile_pieces(backend=backend)
+    warm_up(model, 4, Place(0, 1, torch.device("cpu")))
+    some = batch(SMALL, 4, 0)
+    inputs = (some.tokens[:4, :-1], some.tokens[:4, 1:], some.keys[:4])
+    for n, k, expected in (
+        ([3, 3, 3, 3], [2, 2, 2, 2], {"own"}),
+        ([3, 2, 2, 2], [2, 2, 2, 2], {"own"}),  # one row is a number of its own
+        ([3, 3, 3, 2], [2, 2, 2, 2], {"own", "any"}),
+    ):
+        ran.clear()
+        model.loss(*inputs, np.array(n), np.array(k))[0].backward()
+        assert set(ran) == expected
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_compiles_after_the_warm_up(case):
     """Random depths, validation first as after --resume, its ragged last batch, validation between steps."""

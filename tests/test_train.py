@@ -1,6 +1,7 @@
 """The trainer as a program: ranks, micro-batches, interruption, matched pairs, refusals."""
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -284,6 +285,18 @@ def test_a_long_cpu_run_is_compiled_only_where_there_is_what_it_takes(monkeypatc
     assert not machine.choose_compile("auto", 10_000, ONE_PROCESS)[0]
     (tmp_path / "Python.h").touch()
     assert machine.choose_compile("auto", 10_000, ONE_PROCESS)[0]
+
+
+def test_a_gpu_run_is_compiled_only_where_there_is_what_it_takes(monkeypatch, tmp_path, capsys):
+    gpu = ONE_PROCESS._replace(device=torch.device("cuda"))
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    for wish in ("auto", "on"):
+        choose = functools.partial(machine.choose_compile, wish, 10, gpu)
+        refused(capsys, choose, "Python's headers", "try --compile off")
+    assert not machine.choose_compile("off", 10, gpu)[0]
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name == "clang")
+    assert machine.choose_compile("auto", 10, gpu)[0]
 
 
 def test_schedule():

@@ -72,6 +72,7 @@ def timed_step(model: Model, optimizer: Optimizer, batch: train.Batch) -> float:
 def step_row(model: Model, optimizer: Optimizer, rows: int, rounds: int, place: Place) -> list:
     """Times the steps of so many rows -> the table's row."""
     cfg = model.cfg
+    torch._dynamo.reset()  # else graphs of other rows would be in the way
     warm_up(model, rows, place)
     optimizer.rehearse()
     seconds = []

@@ -157,6 +157,8 @@ def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampl
 
 def open_model(run, device):
     """-> (model with blocks in its activations' dtype, tokenizer); float32 on a CPU."""
+    # cuDNN's attention would make a plan for every new length
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model, enc, _ = open_run(run, distributed(device).device)
     if model.residual_dtype is None:
         model.blocks.to(model.dtype)  # as every use would cast them

@@ -331,14 +331,16 @@ def parse_args():
 def open_run(run, device):
     """-> (model, tokenizer, config); a tokenizer that is not the checkpoint's is refused."""
     path = Path(run) / "tokenizer.json"
+    # cuDNN's attention would make a plan for every new shape
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         model, _, config = load_run(run, device, torch.float32 if device.type == "cpu" else None)
         known = config["tokenizer"]["sha256"]
         source = config["tokenizer"]["path"]
     except (FileNotFoundError, RuntimeError, *DAMAGE) as e:
         fail(f"{run}: {one_line(e)}; name the directory of a run that has a checkpoint")
-    mend = "import the weights again" if "imported" in config else f"copy {source} there"
     if not path.is_file() or file_hash(path) != known:
+        mend = "import the weights again" if "imported" in config else f"copy {source} there"
         fail(f"{path} is not there, or not the tokenizer of the checkpoint; {mend}")
     return model, load_tokenizer(path), config
 

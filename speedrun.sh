@@ -88,7 +88,7 @@ fineweb-edu)
     # a shard is about 250M characters, 53M tokens, of which best-fit packing crops up to 40 %
     SHARDS=$((RECIPE_TOKENS / 31000000 + 2))
     [ "$SHARDS" -gt 1822 ] && SHARDS=1822
-    # it reads 2e9 characters, 10,000 of a document at most, which leaves some three quarters of the text
+    # it reads 2e9 characters, as many as 8 shards hold, but at most 10,000 of a document
     FIRST=$((SHARDS < 12 ? SHARDS : 12))
     say "corpus: for the tokenizer $FIRST of $SHARDS shards of FineWeb-Edu, and the one for validation"
     "$PY" dataloader.py download --out $TEXTS --shards "$FIRST"

@@ -314,8 +314,10 @@ def open_data(args, cfg: ModelConfig, place: Place) -> PackedData:
     for key, want in (("seq_len", cfg.seq_len), ("vocab_size", cfg.vocab_size)):
         found = data.manifest[key]
         if found != want:
-            advice = f"try {flag(key)} {found} or pack again"
-            refuse(f"{folder} was packed with {key} {found}, the model has {want}; {advice}")
+            refuse(
+                f"{folder} was packed with {key} {found}, the model has {want}; "
+                f"try {flag(key)} {found} or pack again"
+            )
     return data
 
 

@@ -14,7 +14,7 @@ import torch
 
 from looped.console import DAMAGE, one_line
 from looped.core_prompts import EncodedTask
-from looped.core_tasks import LAMBADA, PANELS, TASKS, TITLES, Panel, Task
+from looped.core_tasks import LAMBADA, TASKS, TITLES, Panel, Task
 from looped.files import file_hash, write_atomic
 
 ODDITIES = {  # what is counted of a task's examples, and how it is said
@@ -110,7 +110,7 @@ def averages(name: str, tasks: list[Task], entries: dict) -> dict:
 def summarise(panel: Panel, entries: dict) -> dict:
     """Entries of the tasks at one depth -> the record of that depth."""
     cut = f", at most {panel.limit} examples a task" if panel.limit else ""
-    tasks = PANELS[panel.name] or panel.tasks
+    tasks = panel.averaged
     total = average(TITLES[panel.name] + cut, tasks, entries)
     record = {"aggregate": total, "tasks": entries}
     if panel.name == "lambada":

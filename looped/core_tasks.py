@@ -296,10 +296,15 @@ class Panel:
     name: str
     protocol: str  # parcae, dclm or lambada
     limit: int | None  # examples a task
-    tasks: list[Task]  # of these, those of PANELS[name] are averaged; of the panel "own" all
+    tasks: list[Task]
     rows: dict[str, list[dict]] = field(default_factory=dict)  # by label
     missing: dict[str, str] = field(default_factory=dict)  # label -> why it cannot be run
     sha256: str | None = None  # of the bundle
+
+    @property
+    def averaged(self) -> list[Task]:
+        """The tasks whose mean is the panel's score: one's own count in the panel "own" alone."""
+        return self.tasks if self.name == "own" else PANELS[self.name]
 
 
 def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Panel:
@@ -327,7 +332,7 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
             if task in own:
                 fail(f"--task: {why}; give more examples or fewer shots")
             panel.missing[task.label] = why
-    if not panel.rows or not any(task.label in panel.rows for task in PANELS[name] or own):
+    if not any(task.label in panel.rows for task in panel.averaged):
         advice = "give the zip, or the folder it holds, with --bundle PATH"
         fail(f"{path} has no task of {TITLES[name]}; {advice}")
     return panel

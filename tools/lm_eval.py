@@ -59,7 +59,6 @@ class Looped(model.TemplateLM):
             known = "run, depth, batch, seed, add_bos_token"
             fail(f"--model_args {unknown[0]} is not one of {known}")
         self._device = torch.device(usable_device(device))
-        torch.backends.cuda.enable_cudnn_sdp(False)  # which makes a plan for every new shape
         self.model, self.enc, _ = open_run(run, self._device)
         self.bos_first = add_bos_token
         self.max_length = self.model.cfg.seq_len

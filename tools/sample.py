@@ -32,7 +32,7 @@ from looped.machine import DEVICES, distributed
 from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
-EXIT = 5e-4  # nats: the threshold of --depth auto
+EXIT_THRESHOLD = 5e-4  # nats: the threshold of --depth auto
 
 
 @dataclass
@@ -157,8 +157,6 @@ def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampl
 
 def open_model(run, device):
     """-> (model with blocks in its activations' dtype, tokenizer); float32 on a CPU."""
-    # cuDNN's attention would make a plan for every new length
-    torch.backends.cuda.enable_cudnn_sdp(False)
     model, enc, _ = open_run(run, distributed(device).device)
     if model.residual_dtype is None:
         model.blocks.to(model.dtype)  # as every use would cast them
@@ -176,7 +174,8 @@ def parse_args(argv):
     add("--prompt", action="append", required=True, help="text to go on from; may be repeated")
     add("--depth", type=auto_or_loops, help="loops, or auto (default: the run's mu_rec)")
     add("--exit-threshold", type=non_negative_float,
-        help=f"of --depth auto, which takes at most twice mu_rec loops: nats (default: {EXIT})")  # fmt: skip
+        help="of --depth auto, which takes at most twice mu_rec loops: nats "
+        f"(default: {EXIT_THRESHOLD})")  # fmt: skip
     add("--temperature", type=non_negative_float, default=0.8,
         help="0 takes the likeliest token (default: %(default)s)")  # fmt: skip
     add("--top-k", type=non_negative_int, default=0,
@@ -201,7 +200,9 @@ def chosen_depth(args, cfg) -> Depth:
             fail("the model has no loop; leave --depth out")
         return Depth(0)
     if args.depth == "auto":
-        threshold = EXIT if args.exit_threshold is None else args.exit_threshold
+        threshold = args.exit_threshold
+        if threshold is None:
+            threshold = EXIT_THRESHOLD
         return Depth(2 * cfg.mu_rec, threshold)
     return Depth(args.depth or cfg.mu_rec)
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from dataloader import PackedData
 from looped.console import (
@@ -157,8 +158,10 @@ def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict]
     groups = batches(work.rows, settings.budget or (1024 if cpu else 65_536))
     score = functools.partial(score_batch, model, work.task, settings.depths, seed, device)
     with exact_products(device) as threads, ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(score, groups) if cpu else map(score, groups))
-        scores = torch.cat(parts, -1).cpu()  # (depths, 3, S)
+        parts = pool.map(score, groups) if cpu else map(score, groups)
+        hidden = settings.place.rank > 0 or None  # None: where this is no terminal
+        parts = tqdm(parts, work.task.label, len(groups), leave=False, disable=hidden)
+        scores = torch.cat(list(parts), -1).cpu()  # (depths, 3, S)
     spans = []
     for row in itertools.chain(*groups):
         spans += row.spans

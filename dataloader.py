@@ -299,10 +299,10 @@ def finish(folder, settings, entries):
     nats = unigram_entropy(folder, entries, settings.vocab_size)
     save_manifest(folder, settings, entries, tokens=tokens, counts=counts, unigram_entropy=nats)
     print(f"{folder}: {tokens:,} training tokens in full rows; unigram entropy {nats:.3f} nats")
-    print(f"training text: {', '.join(f'{n:,} {name}' for name, n in counts.items())}")
     cropped = counts["cropped tokens"] / max(1, counts["tokens"])
-    if cropped > 0.5:
-        print(f"{cropped:.0%} of the text was cropped; try --long-docs split")
+    advice = "; try --long-docs split" if cropped > 0.5 else ""
+    print(f"training text: {', '.join(f'{n:,} {name}' for name, n in counts.items())}")
+    print(f"{cropped:.1%} of the text was cropped{advice}")
 
 
 # ---- the training stream

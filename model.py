@@ -400,6 +400,7 @@ CHOICES = {
     "granularity": GRANULARITIES,
 }
 POSITIVE = ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams", "rope_theta")
+LARGEST = {"n_prelude": 4096, "n_core": 4096, "n_coda": 4096, "rope_theta": 1 << 31}
 
 
 def setting(default, about: str):
@@ -459,10 +460,9 @@ class ModelConfig:
                 raise ValueError(f"{flag(name)} {value} is not one of {', '.join(allowed)}")
         for name, value in vars(self).items():
             minimum = 1 if name in POSITIVE else 0
-            if type(value) in (int, float) and not minimum <= value < 1 << 31:
-                raise ValueError(
-                    f"{flag(name)} {value} is out of range: it must lie in [{minimum}, 2^31)"
-                )
+            largest = LARGEST.get(name, 1 << 20)
+            if type(value) in (int, float) and not minimum <= value <= largest:
+                raise ValueError(f"{flag(name)} {value} must lie between {minimum} and {largest}")
         if self.n_core:
             self._check_loop()
         else:

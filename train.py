@@ -53,7 +53,7 @@ from looped.core_tasks import bundle_at, load_panel
 from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
 from looped.endings import catch_signals, explain, save_last_step, stop_diverged, stop_flag
-from looped.files import file_hash, read_checked
+from looped.files import read_checked
 from looped.machine import (
     DEVICES,
     Place,
@@ -80,6 +80,7 @@ from looped.settings import (
     DEVICE_BATCH,
     FINAL_DEPTHS,
     check_meaning,
+    check_rows,
     eval_depths,
     ramp_steps,
     settle,
@@ -294,7 +295,7 @@ def model_config(args) -> ModelConfig:
 
 
 def open_data(args, cfg: ModelConfig, place: Place) -> PackedData:
-    """The packed rows; refuses those of another length or vocabulary."""
+    """The packed rows."""
     folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
     if not args.data and place.rank == 0:
         manifest = read_checked(folder / "manifest.json")
@@ -309,15 +310,7 @@ def open_data(args, cfg: ModelConfig, place: Place) -> PackedData:
     local = int(os.environ.get("LOCAL_RANK", 0))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     data = PackedData(folder, check=(local, here))
-    if file_hash(folder / "tokenizer.json") != data.manifest["tokenizer_sha256"]:
-        refuse(f"{folder}/tokenizer.json is not the tokenizer of these rows; run pack again")
-    for key, want in (("seq_len", cfg.seq_len), ("vocab_size", cfg.vocab_size)):
-        found = data.manifest[key]
-        if found != want:
-            refuse(
-                f"{folder} was packed with {key} {found}, the model has {want}; "
-                f"try {flag(key)} {found} or pack again"
-            )
+    check_rows(data, cfg, args.batch_size)
     return data
 
 

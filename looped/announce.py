@@ -79,6 +79,9 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit, rows_given: bool) -> d
     }
     if place.is_gpu:
         chosen["memory"] = (f"peak {fit.peak:.1f} GiB", "at the deepest depth to be expected")
+    if cfg.n_core and cfg.granularity == "token":
+        why = "tokens of a row differ in depth; one that is done keeps its state"
+        chosen["loops"] = ("all rows in each", why)
     if fit.step.keep_less:
         why = "or fewer rows would fit; no product is made twice"
         chosen["backward pass"] = ("makes elementwise results again", why)

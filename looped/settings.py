@@ -6,6 +6,7 @@ import math
 from importlib.util import find_spec
 
 from looped.console import counts, flag, refuse
+from looped.files import file_hash
 from looped.memory import device_batches
 
 DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for
@@ -156,3 +157,28 @@ def check_meaning(preset: str, given: dict, settings: dict) -> None:
         refuse_given(["mu_bwd"], given, f"{given.get('mu_bwd')} {why}")
     if settings["mu_rec"] > MAX_MU_REC:
         refuse(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")
+
+
+def check_rows(data, cfg, batch_size: int) -> None:
+    """Refuses packed rows of another tokenizer, length or vocabulary, or too few for one step."""
+    folder = data.folder
+    if file_hash(folder / "tokenizer.json") != data.manifest["tokenizer_sha256"]:
+        refuse(f"{folder}/tokenizer.json is not the tokenizer of these rows; run pack again")
+    packed = []
+    wanted = []
+    flags = []
+    for name in ("seq_len", "vocab_size"):
+        found = data.manifest[name]
+        if found != getattr(cfg, name):
+            packed.append(f"{name} {found}")
+            wanted.append(str(getattr(cfg, name)))
+            flags.append(f"{flag(name)} {found}")
+    if packed:
+        misfit = f"packed with {' and '.join(packed)}, the model has {' and '.join(wanted)}"
+        refuse(f"{folder} was {misfit}; try {' '.join(flags)} or pack again")
+    there = data.rows("train")
+    if data.manifest["complete"] and there < batch_size:
+        advice = f"give more text, or try --batch-size {there}"
+        refuse(
+            f"{folder} has {there} training rows, fewer than --batch-size {batch_size}; {advice}"
+        )

@@ -49,6 +49,8 @@ def encoding(data):
     specials = special_ids(data["ranks"])
     if doubled or missing or data["specials"] != specials:
         raise ValueError("tokens are missing, doubled or misplaced")
+    if not data["pattern"]:  # at which tiktoken would abort
+        raise ValueError("the pattern is empty")
     return tiktoken.Encoding(
         "bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=specials
     )

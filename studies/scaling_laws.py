@@ -3,7 +3,12 @@ Fits the scaling laws of looping to runs, draws them, and says what to train.
 
     python -m studies.experiments isoflop --data DATA # a grid of trainings; ends in these fits
     python -m studies.scaling_laws fit runs/iso-* --held-out runs/long        # of run directories
+    python -m studies.scaling_laws fit mine.csv         # of a table of anyone's measurements
     python -m studies.scaling_laws advise --flops 1e19 --preset parcae-140m [--fit DIR/fit.json]
+
+A table has a line for each depth at which a run was evaluated, and the columns run (a name), mu_rec,
+depth (loops in use), tokens and flops (of the training), n_eff (effective parameters N, of the
+model at mu_rec: blocks count as often as they are applied), loss (nats a token).
 """
 
 import json
@@ -14,14 +19,24 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from looped.console import Parser, fail, positive_float, run_cli
+from looped.console import DAMAGE, Parser, fail, outside, positive_float, run_cli
 from looped.figures import fmt, frame_table, table
 from looped.logs import read_json
 from model import PRESETS, config_of
 from studies import law_figures, laws, ledger
 from studies.laws import LAWS
 
-ROW = ["run", "mu_rec", "depth", "tokens", "flops", "n_eff", "loss"]
+KINDS = {
+    "run": str,
+    "mu_rec": int,
+    "depth": int,
+    "tokens": float,
+    "flops": float,
+    "n_eff": float,
+    "loss": float,
+}
+ROW = list(KINDS)
+POSITIVE = ["mu_rec", "depth", "tokens", "flops", "n_eff"]
 
 # -- the data
 
@@ -42,7 +57,13 @@ def prepared(rows: pd.DataFrame, left: list[str]) -> pd.DataFrame:
     """Adds the budget (FLOPs to two digits) and "best", the run's loss at mu_rec; leaves out what
     cannot be used.
     """
-    rows = rows[np.isfinite(rows.loss)].drop_duplicates(ROW[1:])  # one run, two names
+    for run in sorted(set(rows.run[~np.isfinite(rows.loss)])):
+        left.append(f"{run}: a loss that is not finite")
+    rows = rows[np.isfinite(rows.loss)]
+    twice = rows.duplicated(ROW[1:])  # one run, two names
+    for run in sorted(set(rows.run[twice])):
+        left.append(f"{run}: the numbers of another run")
+    rows = rows[~twice]
     rows = rows.assign(budget=rows.flops.map("{:.2g}".format).astype(float))
     at_mu = rows[rows.depth == rows.mu_rec].set_index("run")
     for run in set(rows.run) - set(at_mu.index):
@@ -272,21 +293,36 @@ def advise(args) -> None:
 
 
 def fit(args) -> None:
-    rows = rows_of(lines_of(args.runs))
-    result = write_fit(rows, rows_of(lines_of(args.held_out)), args.out)
+    result = write_fit(read_rows(args.runs), read_rows(args.held_out), args.out)
     if not result["isoflop"]["budgets"] and result.keys() == {"n_eff", "left_out", "isoflop"}:
         advice = "`python -m studies.experiments isoflop --dry-run` prints a grid of runs that can"
         fail(f"no law can be fitted to {args.runs[0]} and the others: see above; {advice}")
 
 
-def lines_of(paths: list[Path]) -> list[dict]:
-    lines = []
+def read_rows(paths: list[Path]) -> pd.DataFrame:
+    """The rows of run directories, and of tables in CSV."""
+    if not paths:
+        return rows_of([])
+    frames = []
     for path in paths:
-        line = ledger.record(path)
-        if line is None:
-            fail(f"{path} is no finished run; leave it out, or finish it with train.py --resume")
-        lines.append(line)
-    return lines
+        frames.append(read_table(path) if path.suffix == ".csv" else read_run(path))
+    return pd.concat(frames, ignore_index=True)
+
+
+def read_run(path: Path) -> pd.DataFrame:
+    line = ledger.record(path)
+    if line is None:
+        fail(f"{path} is no finished run; leave it out, or finish it with train.py --resume")
+    return rows_of([line])
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Anyone's measurements: a CSV with the columns ROW."""
+    with outside(f"{path} is no table with the columns {','.join(ROW)}", "mend it", DAMAGE):
+        rows = pd.read_csv(path)[ROW].astype(KINDS)
+        if not (rows[POSITIVE] > 0).all(axis=None):
+            raise ValueError(f"{', '.join(POSITIVE)} must be above 0")
+    return rows
 
 
 def main(argv=None):
@@ -294,7 +330,7 @@ def main(argv=None):
     commands = parser.add_subparsers(dest="command", required=True)
     fitting = commands.add_parser("fit", help="fit the laws; writes fit.md, fit.json and figures")
     add = fitting.add_argument
-    add("runs", nargs="+", type=Path, help="run directories")
+    add("runs", nargs="+", type=Path, help="run directories, or tables (.csv)")
     add("--held-out", nargs="*", type=Path, default=[], help="runs of the model to predict only")
     folder = Path("results/scaling")
     add("--out", type=Path, default=folder, help="folder to write to (default: %(default)s)")

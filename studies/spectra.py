@@ -30,7 +30,7 @@ from model import discretise
 
 # not an Apple GPU, which lacks float64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # measured, up to --loops
+OVER_TRAINING = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # depths that have a curve with --checkpoints
 SPECTRA = {"rho": "ρ(Ā)", "carry_norm": "‖Ā‖", "write_norm": "‖B̄‖", "readout_norm": "‖C‖"}
 QUANTILES = {"least": 0.0, "a tenth": 0.1, "median": 0.5, "nine tenths": 0.9, "largest": 1.0}
 EXPLANATION = (
@@ -100,15 +100,14 @@ def stage_norms(model, ids, keys) -> dict:
 
 @torch.no_grad()
 def loop_norms(model, ids, keys, loops: int) -> dict:
-    """{"state": {depth: ‖h‖}, "residual": {depth: ‖h - previous h‖}, "expansion": {depth: ‖C h‖/‖h‖}}, at
-    DEPTHS up to loops.
+    """{"state": {depth: ‖h‖}, "residual": {depth: ‖h - previous h‖}, "expansion": {depth: ‖C h‖/‖h‖}}, of
+    h_0 and after each loop.
     """
     found = {"state": {}, "residual": {}, "expansion": {}}
     previous = None
     for depth, h in model.states(ids, list(range(loops + 1)), keys):
-        if depth in DEPTHS:
-            found["state"][depth] = mean_norm(h)
-        if depth in DEPTHS[1:]:
+        found["state"][depth] = mean_norm(h)
+        if depth:
             found["residual"][depth] = mean_norm(h.double() - previous)
             if model.C is not None:
                 ratio = model.C(h).double().norm(dim=-1) / h.double().norm(dim=-1)
@@ -197,6 +196,8 @@ def figures(runs: list[dict], out: Path, checkpoints: bool) -> list[str]:
         file, scale, caption = "norms", "log", label
         xlabel = "depth, loops" if label.endswith("by depth") else ""
         if checkpoints:
+            if label.endswith("by depth"):
+                frame = frame[frame.index.isin(OVER_TRAINING)]
             frame = frame.T.set_axis([run["step"] for run in runs])
             file, scale, xlabel, caption = "training", "linear", "step", f"Over training: {label}"
         curves = []

@@ -182,6 +182,11 @@ def test_other_settings_are_refused(folder, tokenizer, rows, tmp_path, capsys):
     readme = partial(pack, folder, ROOT / "README.md", tmp_path / "x")
     line = refused(capsys, readme, "README.md is not a tokenizer of this program, or damaged")
     assert "delete" not in line
+    void = read_checked(tokenizer) | {"pattern": ""}
+    write_checked(tmp_path / "void.json", void)
+    refused(
+        capsys, partial(pack, folder, tmp_path / "void.json", tmp_path / "x"), "void.json is not"
+    )
 
 
 def test_much_cropped_text_is_said(tokenizer, tmp_path, capsys):

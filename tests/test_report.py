@@ -136,13 +136,16 @@ def test_tables_equal_a_second_computation(tmp_path, run_report):
     text = (tmp_path / "report.md").read_text()
     losses, differs, cost = tables(text)
     base = log_of(runs["e"])[-1]["loss"]["8"]
-    for name, mu_rec, *numbers in losses[1:]:
-        by_depth = log_of(runs[name])[-1]["loss"]
+    for name, mu_rec, last, gap, lowest, perplexity, *numbers in losses[1:]:
+        evals = [record for record in log_of(runs[name]) if record["kind"] == "eval"]
+        by_depth = evals[-1]["loss"]
         loss = by_depth["8"]
         want = [loss, loss - base, loss / math.log(2) / 3.7, *by_depth.values()]
         assert mu_rec == "8"
-        assert [float(x) for x in numbers] == [round(x, 4) for x in want]
-    assert losses[0][5:] == [f"depth {depth}" for depth in DEPTHS] and losses[2][3] == "-0.0151"
+        assert [float(x) for x in (last, gap, *numbers)] == [round(x, 4) for x in want]
+        best, step = min((record["loss"]["8"], record["step"]) for record in evals)
+        assert lowest == f"{best:.4f}, {step}" and float(perplexity) == round(math.e**loss, 2)
+    assert losses[0][7:] == [f"depth {depth}" for depth in DEPTHS] and losses[2][3] == "-0.0151"
     assert differs[1:] == [["gain", "euler", "zoh"]] and "Warning" not in text
     tokens = STEPS * STEP_TOKENS
     minutes = sum(450 + s for s in range(1, STEPS + 1)) / 6e4

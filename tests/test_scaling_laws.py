@@ -268,7 +268,7 @@ def test_bad_runs_are_named_and_change_nothing(tmp_path, capsys):
         bad.append(rows.iloc[place].to_dict() | {"run": name} | change)
     dirty = run_fit(tmp_path, pd.concat([rows, pd.DataFrame(bad)]))
     named = set(dirty["left_out"]) - set(clean["left_out"])
-    assert {text.split(":")[0] for text in named} == {"boom", "bare"}
+    assert {text.split(":")[0] for text in named} == {*changes}
     assert dirty["train"] == clean["train"] and dirty["isoflop"] == clean["isoflop"]
     assert "boom: loss 9.700, over" in capsys.readouterr().out
 
@@ -292,7 +292,7 @@ def test_run_directories_are_read_at_their_last_evaluation(packed, tmp_path, cap
     run = tmp_path / "run"
     line = [*sizes.split(), *length.split(), "--data", packed, "--out", run]
     run_program("train.py", *line)
-    rows = good(scaling_laws.rows_of(scaling_laws.lines_of([run])))
+    rows = good(scaling_laws.read_rows([run]))
     last = read_log(run / "log.jsonl")[1][-1]
     assert dict(zip(rows.depth, rows.loss)) == last["loss"] and set(rows.depth) == {1, 4}
     assert set(rows.best) == {last["loss"][4]} and set(rows.tokens) == {4608}
@@ -303,6 +303,21 @@ def test_run_directories_are_read_at_their_last_evaluation(packed, tmp_path, cap
     )
     (run / "log.jsonl").write_text("")
     refused(capsys, lambda: scaling_laws.main(["fit", str(run)]), "is no finished run")
+
+
+def test_a_table_of_anyones_numbers_is_read(tmp_path, capsys):
+    rows = made()[:4][scaling_laws.ROW]
+    file = tmp_path / "mine.csv"
+    rows.assign(note="theirs").to_csv(file, index=False)
+    read = scaling_laws.read_rows([file])
+    assert list(read) == scaling_laws.ROW and np.allclose(
+        read[read.columns[1:]], rows[read.columns[1:]]
+    )
+    for bad in (rows.drop(columns="loss"), rows.assign(tokens=-1), rows.assign(mu_rec="x")):
+        bad.to_csv(file, index=False)
+        refused(
+            capsys, lambda: scaling_laws.read_rows([file]), "mine.csv is no table with the columns"
+        )
 
 
 def test_advice_is_measured_optima_their_power_law_and_the_lowest_loss_of_the_law(tmp_path, capsys):

@@ -416,6 +416,7 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(base, packed, tmp
 def test_resume_on_another_number_of_ranks(base, sharing, packed, tmp_path):
     run = tmp_path / "r"
     go(packed, run, "--stop-at", "4", ranks=2, script=sharing)
+    go(packed, run, "--resume", "--stop-at", "6", ranks=3, script=sharing)
     here(packed, run, "--resume")
     assert_close(log(base), log(run))
 
@@ -768,6 +769,10 @@ REFUSED = {
     "--eval-tokens 31": "--eval-tokens 31 is less than a row of 32 tokens",
     "--vocab-size 301": "vocab_size 300, the model has 301",
     "--seq-len 64": "seq_len 32, the model has 64",
+    "--seq-len 64 --vocab-size 301": "the model has 64 and 301; try --seq-len 32 --vocab-size 300",
+    "--batch-size 4096 --tokens 1e6": "training rows, fewer than --batch-size 4096; give more text",
+    "--d-model 2000000000": "--d-model 2000000000 must lie between 1 and 1048576",
+    "--n-core 5000": "--n-core 5000 must lie between 0 and 4096",
     "--data nowhere": "--data nowhere holds no packed rows",
     "--preset transformer-nano --gain zoh": "--gain has no meaning for --preset transformer-nano",
     "--n-core 0 --ssm-decay 0.9": "--ssm-decay has no meaning",
@@ -824,6 +829,7 @@ def test_too_few_flops_are_named(tmp_path, capsys):
 def test_a_device_that_is_not_there_is_refused(packed, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert train.best_dtype(torch.device("mps"))[0] == "float32"
     for name in ("mps", "cuda"):
         words = f"--device {name}: torch finds none here"
         refused(capsys, lambda n=name: here(packed, tmp_path / "r", "--device", n), words)

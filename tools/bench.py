@@ -4,9 +4,9 @@ How fast a preset's training step is, and where its time goes; the page goes to 
     python -m tools.bench                                      # nano on a CPU, parcae-140m on a GPU
     torchrun --standalone --nproc_per_node=8 -m tools.bench    # eight GPUs, timed on the first
 
-Times train.py's own training step on random tokens. ms: mean over the rounds. MFU: against the
-GPU's dense bfloat16 peak, by the model's own FLOPs. Where the time goes: torch's profiler, over one
-step, rank 0's.
+Times train.py's own training step on random tokens; on a CPU as it is, on a GPU compiled. ms: mean
+over the rounds. MFU: against the GPU's dense bfloat16 peak, by the model's own FLOPs. GiB: the
+largest so far. Where the time goes: torch's profiler, over one step, rank 0's.
 """
 
 import statistics
@@ -22,7 +22,15 @@ from looped.console import Parser, fail, positive_int, run_cli
 from looped.depth import sample_depths
 from looped.figures import fmt, table
 from looped.files import write_atomic
-from looped.machine import Place, best_dtype, distributed, leave, machine_name, peak_flops
+from looped.machine import (
+    Place,
+    best_dtype,
+    distributed,
+    leave,
+    machine_name,
+    peak_flops,
+    peak_memory,
+)
 from looped.memory import CPU_CHUNK, warm_up
 from looped.randomness import SEED_STATE, sequence_keys
 from looped.settings import settle
@@ -30,7 +38,7 @@ from model import PRESETS, Model, ModelConfig
 from muon import Optimizer, Rates
 
 RESULTS = Path(__file__).parents[1] / "results"
-HEADER = ["rows", "ms", "tok/s a rank", "MFU"]
+HEADER = ["rows", "ms", "tok/s a rank", "MFU", "GiB"]
 KERNELS = 20  # of the profile, the longest
 
 
@@ -83,7 +91,8 @@ def step_row(model: Model, optimizer: Optimizer, rows: int, rounds: int, place: 
     rate = rows * cfg.seq_len / mean
     peak = peak_flops(place.device)
     mfu = rate * cfg.flops_per_token() / peak if peak else None
-    return [rows, fmt(mean * 1e3, ".1f"), fmt(rate, ",.0f"), fmt(mfu, ".3f")]
+    memory = fmt(peak_memory(place.device), ".2f")
+    return [rows, fmt(mean * 1e3, ".1f"), fmt(rate, ",.0f"), fmt(mfu, ".3f"), memory]
 
 
 def profiled(model: Model, optimizer: Optimizer, rows: int, place: Place) -> list[str]:

@@ -144,17 +144,34 @@ def headline(runs: list[LoggedRun]) -> str:
 
 
 def loss_table(runs: list[LoggedRun]) -> list[str]:
-    """Each run at its own mu_rec, then its losses at all depths."""
+    """Each run at its own mu_rec, the last loss and the lowest, then its losses at all depths."""
     depths = sorted(set().union(*(run.last["loss"] for run in runs)))
-    header = ["run", "depth", "validation loss", "less the first's", "bits per byte"]
-    header += [f"depth {depth}" for depth in depths]
+    header = ["run", "depth", "validation loss", "less the first's", "lowest, at step"]
+    header += ["perplexity", "bits per byte", *(f"depth {depth}" for depth in depths)]
     rows = []
     for run in runs:
         difference = fmt(run.loss - runs[0].loss, "+.4f")
+        perplexity = fmt(np.exp(run.loss), ".2f")
         bits = fmt(run.last["bpb"].get(run.depth))
         losses = [fmt(run.last["loss"].get(depth)) for depth in depths]
-        rows.append([run.name, run.depth, fmt(run.loss), difference, bits, *losses])
+        row = [run.name, run.depth, fmt(run.loss), difference, lowest(run), perplexity, bits]
+        rows.append([*row, *losses])
     return table(header, rows)
+
+
+def lowest(run: LoggedRun) -> str:
+    """The lowest of its validation losses at its depth, and the step."""
+    losses = validation_losses(run)
+    if not np.isfinite(losses).any():
+        return "–"
+    at = np.nanargmin(losses)
+    return f"{losses[at]:.4f}, {run.evals[at]['step']}"
+
+
+def validation_losses(run: LoggedRun) -> np.ndarray:
+    """At its depth, over training; NaN where it was not measured."""
+    losses = [evaluation["loss"].get(run.depth) for evaluation in run.evals]
+    return np.array(losses, float)
 
 
 def flag_table(runs: list[LoggedRun]) -> list[str]:
@@ -202,8 +219,7 @@ def training_figure(runs: list[LoggedRun], out: Path) -> list[str]:
         plots.append(Plot(TOKENS, ylabel, curves, {"yscale": scale}))
     curves = []
     for run in runs:
-        losses = [evaluation["loss"].get(run.depth) for evaluation in run.evals]
-        curves.append((series(run.evals, "tokens") / 1e6, np.array(losses, float)))
+        curves.append((series(run.evals, "tokens") / 1e6, validation_losses(run)))
     plots.append(Plot(TOKENS, "validation loss, nats/token", curves))
     names = [run.name for run in runs]
     return figure(out / "training.png", "Over training.", names, plots)

@@ -9,6 +9,7 @@ adaptive compute"). A token is a function of (seed, sample, position) and the te
 generator's state, of no other sample.
 """
 
+import codecs
 import sys
 import time
 from dataclasses import dataclass
@@ -207,6 +208,39 @@ def chosen_depth(args, cfg) -> Depth:
     return Depth(args.depth or cfg.mu_rec)
 
 
+def write_texts(model, enc, text: str, keys: list[int], depth: Depth, how: Sampling) -> None:
+    """Prints what follows a prompt, in one text for each key; a single one as it is drawn."""
+    prompt = [enc.encode_single_token(BOS), *encode(enc, text)]
+    room = model.cfg.seq_len
+    if len(prompt) > room:
+        fail(
+            f"the prompt has {len(prompt):,} tokens, {BOS} included, and the context {room:,}; "
+            "give a shorter one"
+        )
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in keys]
+    texts = [text] * len(keys)
+    printed = 0
+    made = 0
+    loops = []  # of every token that was read
+    start = time.perf_counter()
+    for drawn, taken in generate(model, prompt, keys, depth, how):
+        loops += taken.flatten().tolist()
+        for row, token in drawn.items():
+            if token not in how.stop:
+                texts[row] += decoders[row].decode(enc.decode_single_token_bytes(token))
+                made += 1
+        if len(keys) == 1:
+            print(texts[0][printed:], end="", flush=True)
+            printed = len(texts[0])
+    seconds = time.perf_counter() - start
+    for row, decoder in enumerate(decoders):
+        if len(keys) > 1:
+            print(f"--- sample {row + 1}")
+        print(texts[row][printed:] + decoder.decode(b"", final=True))
+    about = f"{made} tokens, {made / seconds:.0f} tokens/s, the prompt's reading included"
+    print(f"{about}; mean depth {np.mean(loops):.2f}", file=sys.stderr)
+
+
 def main(argv=None):
     args = parse_args(argv)
     model, enc = open_model(args.run, args.device)
@@ -214,30 +248,8 @@ def main(argv=None):
     stop = frozenset(enc.encode_single_token(name) for name in SPECIALS)
     how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens, stop)
     keys = [sequence_key(args.seed, SEED_SAMPLE, i) for i in range(args.num)]
-    room = model.cfg.seq_len
     for text in args.prompt:
-        prompt = [enc.encode_single_token(BOS), *encode(enc, text)]
-        if len(prompt) > room:
-            fail(
-                f"the prompt has {len(prompt):,} tokens, {BOS} included, and the context {room:,}; "
-                "give a shorter one"
-            )
-        texts = [[] for _ in keys]
-        start = time.perf_counter()
-        loops = []  # of every token that was read
-        for drawn, taken in generate(model, prompt, keys, depth, how):
-            loops += taken.flatten().tolist()
-            for row, token in drawn.items():
-                if token not in stop:
-                    texts[row].append(token)
-        seconds = time.perf_counter() - start
-        for number, tokens in enumerate(texts, 1):
-            if args.num > 1:
-                print(f"--- sample {number}")
-            print(text + enc.decode_bytes(tokens).decode(errors="replace"))
-        made = sum(map(len, texts))
-        about = f"{made} tokens, {made / seconds:.0f} tokens/s, the prompt's reading included"
-        print(f"{about}; mean depth {np.mean(loops):.2f}", file=sys.stderr)
+        write_texts(model, enc, text, keys, depth, how)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """(n, k) of rows at a depth that next to no draw exceeds, one in ten million of the Poisson laws: memory is
     tried with it.
     """
-    return draw(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 0.999))
+    return draw(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 1 - 1e-5))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from helpers import (
 from oracle import Oracle
 
 from looped.depth import sample_depths
+from looped.mechanisms import inverse_rms
 from model import CHOICES, GAINS, INJECTIONS, MECHANISMS, Model, ModelConfig, discretise
 from muon import AdamW, Muon, Optimizer, Rates
 
@@ -107,6 +108,16 @@ def test_at_initialisation_hyper_is_the_plain_loop_but_for_its_carry(injection, 
         assert (got - h).norm() < 1e-6 * h.norm()  # the initial biases are float32
         c = h * r if streams == 1 else h
         h = r * h + model.core_step(c, inputs, None) - c
+
+
+def test_attnres_refuses_rows_that_wait():
+    model = make(mechanism="attnres")
+    with pytest.raises(ValueError, match="--mechanism attnres needs a law"):
+        model.loss(*token_batch(model.cfg, 2), [2, 1], [1, 2])
+
+
+def test_a_bfloat16_states_norm_is_float32():
+    assert inverse_rms(torch.ones(3).bfloat16()).dtype == torch.float32
 
 
 def test_streams_part_from_each_other():

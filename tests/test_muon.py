@@ -164,6 +164,17 @@ def test_bad_gradient_changes_nothing_and_the_next_step_is_as_if_it_had_not_been
         assert torch.equal(params[name], clean[name]), name
 
 
+def test_a_rehearsal_changes_nothing():
+    params, optimizer, _ = run(2)
+    wanted, twin, _ = run(2)
+    optimizer.rehearse()
+    assert all(torch.equal(p, wanted[name]) for name, p in params.items())
+    a, b = optimizer.state_dict(), twin.state_dict()
+    assert a["steps"] == b["steps"]
+    for key in ("first", "second"):
+        assert all(torch.equal(x, b[key][name]) for name, x in a[key].items())
+
+
 def test_state_survives_a_save_in_another_number_of_ranks(monkeypatch):
     """State written by one rank, read by three and put together from their parts."""
     monkeypatch.setattr(muon, "LARGE", 20)

@@ -35,14 +35,14 @@ from looped.core_tasks import load_panel
 from looped.depth import sample_depths, share_out
 from looped.endings import explain
 from looped.files import file_hash, read_checked, write_checked
-from looped.machine import ONE_PROCESS, environment
+from looped.machine import ONE_PROCESS, Place, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
 from looped.run_directory import differences
 from looped.settings import settle, settle_optimizer
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from model import PRESETS, Model, load_run
-from muon import AdamW, Optimizer
+from muon import AdamW, Muon, Optimizer
 
 STEPS = 12
 SIZES = "--vocab-size 300 --seq-len 32 --d-model 32 --d-mlp 64 --batch-size 12 --dtype float32 --eval-tokens 1000"
@@ -138,15 +138,78 @@ def test_first_step_equals_the_oracles(base, packed):
     keys = [sequence_key(0, SEED_STATE, i) for i in range(12)]
     n, k = sample_depths(NETWORK, 0, 0, 12)
     oracle = Oracle(NETWORK, model.state_dict())
-    with torch.no_grad():
-        loss, norms = oracle.loss(rows[:, :-1], rows[:, 1:], keys, n, k)
+    loss, norms = oracle.loss(rows[:, :-1], rows[:, 1:], keys, n, k)
     records = log(base, "train")
     first = records["train", 1]
-    for name, total in {"loss": float(loss), **norms}.items():
+    for name, total in {"loss": loss.item(), **norms}.items():
         assert abs(first[name] - total / (12 * 32)) < 1e-4, name
+    gradients = oracle.gradients(loss / (12 * 32)).values()
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    assert abs(first["grad_norm"] / norm - 1) < 1e-4
     assert abs(first["decay_max"] - math.sqrt(1 / 5)) < 1e-6
     assert abs(first["depth_mean"] - (n + k).mean()) < 1e-12
     assert records["train", STEPS]["loss"] < first["loss"] - 0.5
+
+
+def test_a_batch_is_a_function_of_seed_step_and_sequence(packed):
+    data, args = PackedData(packed), argparse.Namespace(seed=3, batch_size=12)
+    n, k = sample_depths(NETWORK, 3, 5, 12)
+    rows = data.stream_ids(3, 60, 12)
+    for rank, mine in enumerate(share_out(n, k, 2)):
+        place = Place(rank, 2, torch.device("cpu"))
+        batch, _ = train.next_batch(data, NETWORK, args, 5, place)
+        assert (batch.n == n[mine]).all() and (batch.k == k[mine]).all()
+        assert batch.keys.tolist() == [sequence_key(3, SEED_STATE, 60 + i) for i in mine.tolist()]
+        assert (batch.tokens.numpy() == data.get("train", rows[mine])).all()
+
+
+def test_the_log_tells_the_tokens_and_the_rates_of_each_step(base):
+    args = argparse.Namespace(warmup=0, cooldown=0.5, momentum_warmup=6)
+    for (_, step), record in log(base, "train").items():
+        assert record["tokens"] == step * 12 * 32
+        assert record["lr_multiple"] == train.schedule(step - 1, STEPS, args).lr
+
+
+def test_flags_reach_the_model_and_its_optimiser():
+    line = "--muon-lr 1 --adam-lr 2 --weight-decay 3 --clip 0.3 --seed 5"
+    args = train.parse_args([*line.split(), "--checkpoint-loops", "--dtype", "bfloat16"])
+    settle(args, NETWORK, train.recipe_of("nano"), 1)
+    model, optimizer, _ = train.build(args, NETWORK, None, None, ONE_PROCESS, compiled=False)
+    rules = {type(rule): rule for rule, _ in optimizer.buffers}
+    assert (rules[AdamW].lr, rules[Muon].lr, rules[Muon].weight_decay) == (2, 1, 3)
+    assert optimizer.clip == 0.3 and model.checkpoint_loops and model.dtype == torch.bfloat16
+    same = Model(NETWORK)
+    same.init_weights(5)
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], p) for name, p in same.state_dict().items())
+    ((rule, _),) = train.adamw_groups(model, args, compiled=False)
+    assert (rule.lr, rule.betas, rule.eps, rule.update_clip) == (2, (0.9, 0.95), 0.0, True)
+
+
+def test_recipes_are_the_papers():
+    """Tokens, rates of AdamW and of Muon; of the RDM's setup the rates and ramps."""
+    papers = {
+        "140m": (11.2e9, 8e-3),
+        "370m": (29.6e9, 8e-3),
+        "770m": (61.6e9, 6e-3),
+        "1.3b": (104e9, 6e-3),
+    }
+    for name, (tokens, adam_lr) in papers.items():
+        want = train.Recipe(tokens, batch_size=256, adam_lr=adam_lr, muon_lr=8e-3)
+        assert train.RECIPES[name] == want
+        assert (want.warmup, want.cooldown, want.momentum_warmup) == (0, 0.5, 300)
+    for name, adam_lr in {"rdm-100m": 4e-4, "rdm-350m": 2e-4}.items():
+        recipe = train.RECIPES[name]
+        assert (recipe.optimizer, recipe.adam_lr) == ("adamw", adam_lr)
+        assert recipe.warmup == recipe.cooldown == 4096
+
+
+def test_only_bad_steps_in_a_row_end_a_run():
+    run = Mock(bad=0, log=None)
+    for loss in (math.nan, math.nan, 1.0, math.nan, math.nan):
+        numbers = {"stop": 0, "grad_norm2": 1.0, "loss": loss}
+        train.finish_step(run, train.Finished({"step": 1}, numbers.copy))
+    assert run.bad == 2
 
 
 def test_validation_equals_a_plain_loop_over_rows(base, packed):
@@ -231,7 +294,8 @@ def test_ranks_equal_one(ranks, shared, sharing, packed, tmp_path):
     )  # the recipe's, which are higher, enlarge rounding
     here(packed, tmp_path / "one", *rates)
     script = sharing if shared else "train.py"
-    go(packed, tmp_path / "r", *rates, ranks=ranks, script=script)
+    # micro-batches too: no rank may send a gradient before its last one
+    go(packed, tmp_path / "r", *rates, "--device-batch-size", "2", ranks=ranks, script=script)
     assert_close(log(tmp_path / "one"), log(tmp_path / "r"))
     a, b = weights(tmp_path / "one"), weights(tmp_path / "r")
     for name in a["model"]:

@@ -26,7 +26,7 @@ from looped.settings import unheeded
 from model import ModelConfig
 
 LEDGER = Path("results/runs.jsonl")
-CURVE_POINTS = 30
+CURVE_POINTS = 20
 LOGGED = ["loss", "state_norm", "residual"]  # of the training log
 # Settings that decide nothing (CHANGEABLE), or that are told by others: the preset by the network
 # and the rates, the length in tokens or FLOPs by the steps. The validation set decides the number

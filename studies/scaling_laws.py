@@ -146,7 +146,7 @@ def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
 def equal_tokens_table(rows: pd.DataFrame) -> list[str]:
     """By how much looped runs end below one loop in training of as many tokens."""
     at_mu = rows[rows.depth == rows.mu_rec]
-    once = at_mu[at_mu.mu_rec == 1].sort_values("tokens")
+    once = at_mu[at_mu.mu_rec == 1].groupby("tokens", as_index=False).loss.mean()  # over seeds
     looped = at_mu[at_mu.mu_rec > 1]
     if len(once) < 2:
         return []

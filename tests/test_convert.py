@@ -300,3 +300,15 @@ def test_a_tokenizer_that_is_no_plain_bpe_is_one_line(folder, tokenizer, capsys)
     (folder / "tokenizer.json").write_text(json.dumps(data))
     words = ["import", str(folder), str(folder.parent / "run")]
     refused(capsys, lambda: convert.main(words), "its merges are not in the order of its ids")
+
+
+def test_settings_and_names_that_the_tests_above_leave_alone():
+    for theirs, ours in (("per-batch", "batch"), ("per-token", "token")):
+        cfg = convert.reference_config(settings(recurrent_iteration_method=theirs))
+        assert cfg.granularity == ours
+    for rope, base in ((None, 50_000), ({"rope_base": 10_000}, 10_000)):
+        assert convert.reference_config(settings(rope_settings=rope)).rope_theta == base
+    state = reference_state(settings())
+    wrapped = {f"_orig_mod.{name}": w for name, w in state.items()}  # as torch.compile names them
+    ours = convert.from_reference(wrapped, convert.reference_config(settings()))
+    assert torch.equal(ours["wte.weight"], state["transformer.wte.weight"])

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from helpers import CORE_WORDS, make_rows, refused, run_program, small_core, write_bundle
 from slow_core import slow_examples, slow_rendered, slow_shots, slow_task
@@ -27,11 +28,11 @@ import core_eval as ce
 from dataloader import PackedData
 from looped import core_prompts as prompts
 from looped import core_results, core_tasks
-from looped.core_tasks import Task
+from looped.core_tasks import TASKS, Task
 from looped.files import file_hash
 from looped.machine import Place, exact_products
 from looped.randomness import SEED_EVAL, sequence_key
-from looped.tokenizer import load_tokenizer, save_tokenizer
+from looped.tokenizer import BOS, encoding, file_content, load_tokenizer, save_tokenizer
 from looped.validation import HeldOut, validate
 from model import Model, ModelConfig
 from tokenizer_train import train_bpe
@@ -255,6 +256,23 @@ def test_lines_are_tokenised_as_in_the_whole_text(enc):
     for _ in range(2000):
         whole = "".join(rng.choices(parts, k=rng.randint(0, 12)))
         assert text.encode(whole).tolist() == enc.encode_ordinary(whole), repr(whole)
+
+
+def test_lines_are_tokenised_as_in_the_whole_text_also_where_tokens_hold_line_ends():
+    ranks = [bytes([i]) for i in range(256)] + [b"\n\n", b"\n ", b" \n", b".\n"]
+    enc = encoding(file_content(ranks))
+    text, rng = prompts.line_encoder(enc), random.Random(3)
+    for _ in range(2000):
+        whole = "".join(rng.choices(["a", "b.", " ", "\n", "\n\n", "\r\n"], k=rng.randint(0, 12)))
+        assert text.encode(whole).tolist() == enc.encode_ordinary(whole), repr(whole)
+
+
+def test_texts_of_another_pattern_are_encoded_whole():
+    ranks = {bytes([i]): i for i in range(256)} | {b"\na": 256}
+    enc = tiktoken.Encoding(
+        "x", pat_str=r"(?s).+", mergeable_ranks=ranks, special_tokens={BOS: 257}
+    )
+    assert prompts.line_encoder(enc).encode("b\nab").tolist() == enc.encode_ordinary("b\nab")
 
 
 @pytest.mark.parametrize("kind", ["mc", "schema", "lm"])
@@ -921,13 +939,15 @@ def test_two_ranks_give_the_scores_of_one(run):
 
 
 class Losses:
-    """A model whose loss of a token is the token's id; keeps the shapes it was given."""
+    """A model whose loss of a token is the token's id; keeps the shapes and keys it was given."""
 
     def __init__(self):
         self.shapes = set()
+        self.keys = set()
 
     def losses(self, ids, targets, depths, keys):
         self.shapes.add((tuple(ids.shape), len(keys)))
+        self.keys |= set(keys.tolist())
         return {depth: targets.float() * depth for depth in depths}
 
 
@@ -953,6 +973,7 @@ def test_validation_feeds_one_shape_and_counts_each_row_once(
         assert found[0]["bpb"]["1"] == pytest.approx(bits, rel=1e-12)
     assert found[0]["eval_tokens"] == targets.size
     assert model.shapes == {((batch, data.seq_len), batch)}
+    assert model.keys == {sequence_key(SEED_EVAL, i) for i in asked}  # of the row, not of its place
 
 
 def test_validation_is_on_the_rows_of_the_run(enc, net, monkeypatch, capsys):
@@ -1033,3 +1054,63 @@ def test_every_real_task_parses_and_renders(enc, protocol):
             options = prompts.OPTIONS[protocol](task, question, text)
             for option, (tokens, _, _) in zip(options, want):
                 assert prompts.crop(option, 2048, task, protocol)[0].tolist() == tokens
+
+
+def test_other_weights_are_scored_anew_and_so_are_depths_that_are_missing(run, start, net, capsys):
+    start("--seeds", "5", "--depth", "2")
+    start("--seeds", "5", "--depth", "1,2")
+    depths = json.loads((run / "core_core_parcae.json").read_text())["depths"]
+    assert len(depths["1"]["tasks"]) == 22
+    torch.save({"step": 4, "model": net.state_dict()}, run / "step_0000004.pt")
+    capsys.readouterr()
+    start("--seeds", "5", "--depth", "2")
+    assert "another checkpoint" in capsys.readouterr().out
+
+
+def test_baselines_v2_are_those_scores_are_centred_by(run, start):
+    start("--seeds", "5", "--baselines", "v2")
+    record = json.loads((run / "core_core_parcae.json").read_text())["depths"]["2"]
+    entry = record["tasks"]["commonsense_qa"]
+    wanted = (entry["accuracy"]["mean"] - 0.403) / 0.597
+    assert entry["centered"]["mean"] == pytest.approx(wanted)
+
+
+def test_dclms_shots_do_not_follow_the_seeds(enc, monkeypatch):
+    seeds = set()
+    real = ce.encode_task
+
+    def encode_task(task, panel, seed, *more):
+        seeds.add(seed)
+        return real(task, panel, seed, *more)
+
+    monkeypatch.setattr(ce, "encode_task", encode_task)
+    panel = panel_of(task_of("mc"), make_rows("mc", 5), "dclm")
+    entry_of(even(enc), enc, panel, 2, (7, 8))
+    assert seeds == {1234}
+    monkeypatch.setattr(sys, "argv", ["core_eval.py", "x"])
+    assert ce.parse_args().seeds == [1234, 2345, 3456]
+
+
+def test_the_table_of_tasks_is_the_public_one():
+    shots = [0, 10, 10, 10, 10, 0, 10, 10, 0, 0, 10, 0, 0, 10, 3, 10, 10, 10, 10, 0, 10, 10]
+    assert [task.shots for task in TASKS[:22]] == shots
+    answer = [task.label for task in TASKS if task.delimiter == "\nAnswer: "]
+    short = ["jeopardy", "arc_easy", "arc_challenge", "piqa", "boolq"]
+    assert answer == [*short, "mmlu_fewshot", "logi_qa"]
+    chance = {task.label: task.chance["v1"] for task in TASKS[22:]}
+    assert (chance["siqa"], chance["logi_qa"]) == (33.3, 27)
+    assert chance["bigbench_elementary_math_qa"] == 20
+    assert chance["bigbench_conceptual_combinations"] == 25
+    assert TASKS[11].file == "language_understanding/winograd_wsc.jsonl"
+
+
+def test_extended_has_cores_average_of_the_22_and_its_own_of_all():
+    panel = core_tasks.Panel("core-extended", "parcae", None, TASKS)
+    entries = {}
+    for i, task in enumerate(TASKS):
+        entries[task.label] = {"centered": core_results.spread({"1": float(i >= 22)})}
+    record = core_results.summarise(panel, entries)
+    assert (record["core"]["mean"], record["core"]["tasks_total"]) == (0, 22)
+    assert record["aggregate"]["mean"] == pytest.approx(24 / 46)
+    assert len(record["categories_fine"]) == 9
+    assert set(record["categories_ext"]) == set(core_tasks.FAMILIES.values())

@@ -273,3 +273,33 @@ def test_shard_names(capsys):
     assert corpus.shard_names(2) == names
     for count in "0", "1823", "-1", "x", "1-2":
         refused(capsys, lambda count=count: fetch("nowhere", count), "number of shards, 1 to 1822")
+
+
+def test_the_hold_out_follows_the_size_and_a_byte_order_mark_is_no_text(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfhello")
+    assert list(corpus.txt_texts(file, Counter())) == ["hello"]
+    for size, one_in in ((30_000_000, 100), (2_000_000_000, 1000)):
+        os.truncate(file, size)  # sparse
+        assert corpus.find_sources(tmp_path).holdout == one_in
+
+
+def test_modules_are_in_an_order_of_their_hashes(tmp_path):
+    """Else the validation text would be the alphabet's first modules."""
+    dl.main(["stdlib", "--out", str(tmp_path)])
+    modules = corpus.stdlib_modules()
+    order = sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest())
+    texts = pq.read_table(tmp_path / "shard_00004.parquet")["text"].to_pylist()
+    assert texts == [modules[name] for name in order[: len(modules) // 16]]
+
+
+def test_what_is_not_there_is_asked_for_once_and_waits_double(host, monkeypatch):
+    waits = []
+    monkeypatch.setattr(corpus.time, "sleep", waits.append)
+    url = f"{os.environ['HF_ENDPOINT']}/none.parquet"
+    with pytest.raises(corpus.GivenUpError, match="404"):
+        corpus.with_retries(corpus.get, url)
+    assert len(host.seen) == 1
+    host.plan = {"shard_00000.parquet": [503] * 3}
+    corpus.with_retries(corpus.get, url.replace("none", "shard_00000")).close()
+    assert waits == [0.01, 0.02, 0.04]

@@ -1,5 +1,6 @@
 """Packing and the stream: each law against a second computation; damaged input ends in one line. See test_corpus.py."""
 
+import hashlib
 import json
 import os
 import random
@@ -187,6 +188,40 @@ def test_other_settings_are_refused(folder, tokenizer, rows, tmp_path, capsys):
     refused(
         capsys, partial(pack, folder, tmp_path / "void.json", tmp_path / "x"), "void.json is not"
     )
+
+
+def test_a_single_file_gives_no_document_to_both_splits(tokenizer, tmp_path):
+    texts = list(dict.fromkeys(documents(400, seed=5)))
+    write_parquet(tmp_path / "only.parquet", texts)
+    manifest = pack(tmp_path, tokenizer, tmp_path / "out")
+    held = 0
+    for text in texts:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        held += int.from_bytes(digest, "little") % 10 == 0
+    assert manifest["val"]["counts"]["documents"] == held
+    assert manifest["counts"]["documents"] == len(texts) - held
+
+
+def test_the_name_of_rows_is_of_all_shards_and_the_hold_out_is_kept(
+    rows, folder, tokenizer, capsys
+):
+    data = dl.PackedData(rows)
+    name = data.sha256()
+    data.manifest["train"][-1]["sha256"] = "0"
+    assert data.sha256() != name
+    manifest = read_checked(rows / "manifest.json")
+    write_checked(rows / "manifest.json", manifest | {"holdout": 100})
+    refused(capsys, partial(pack, folder, tokenizer, rows), "holdout 100 (now 0)")
+
+
+def test_shards_of_a_stream_are_each_in_an_order_of_their_own(rows):
+    manifest = read_checked(rows / "manifest.json")
+    n = min(entry["rows"] for entry in manifest["train"])
+    data = dl.PackedData(rows)
+    data.manifest["shuffle"] = "shard"
+    data.edges["train"] = [0, n, 2 * n]  # two equal shards
+    ids = data.stream_ids(0, 0, 2 * n)
+    assert (ids[:n] != ids[n:] - n).any()
 
 
 def test_much_cropped_text_is_said(tokenizer, tmp_path, capsys):

@@ -219,6 +219,13 @@ def test_a_row_ends_at_a_stop_at_its_tokens_and_at_the_end_of_the_context():
     assert cut == [made[: made.index(stop) + 1] if stop in made else made for made in out]
 
 
+def test_each_position_draws_anew():
+    model = make(LOOP)
+    model.wte.weight.data.zero_()  # every token is as likely
+    ((text, *_), _) = generate(model, [1], [5], Depth(1), tokens=11)
+    assert len(set(text)) > 5
+
+
 P = np.array([0.08, 0.5, 0.3, 0.02, 0.1])
 
 
@@ -226,6 +233,7 @@ P = np.array([0.08, 0.5, 0.3, 0.02, 0.1])
     (Sampling(), P), (Sampling(temperature=0.5), P**2), (Sampling(top_k=2), P * (P >= 0.3)),
     (Sampling(top_p=0.0), P == 0.5), (Sampling(top_p=0.4), P == 0.5), (Sampling(top_p=0.6), P * (P >= 0.3)),
     (Sampling(top_p=0.85), P * (P >= 0.1)), (Sampling(top_k=4, top_p=0.83), P * (P >= 0.1)),
+    (Sampling(temperature=0.5, top_p=0.6), P == 0.5), (Sampling(top_k=2, top_p=0.6), P == 0.5),
 ])  # fmt: skip
 def test_pick_follows_the_law_it_is_asked_for(how, weights):
     u = (torch.arange(20_000) + 0.5).double() / 20_000
@@ -275,3 +283,22 @@ def test_a_mistake_is_one_line(words, missing, says, call, capsys):
     elif missing:
         Path("run", missing).unlink()
     refused(capsys, lambda: call(*words.split()), says)
+
+
+def test_flags_reach_the_sampler(call, monkeypatch):
+    asked = []
+
+    def generate(model, prompt, keys, depth, how):
+        asked.append((keys, depth, how))
+        yield {0: 1}, torch.ones(1)
+
+    monkeypatch.setattr(sample, "generate", generate)
+    drawing = "--temperature 0.5 --top-k 3 --top-p 0.6 --max-tokens 4"
+    call("--prompt", "a", "--depth", "3", "--num", "2", *drawing.split())
+    call("--prompt", "a", "--depth", "auto", "--seed", "1")
+    call("--prompt", "a", "--depth", "auto", "--exit-threshold", "1e-3")
+    (keys, depth, how), (other, auto, usual), (_, given, _) = asked
+    assert depth == Depth(3) and how == Sampling(0.5, 3, 0.6, 4, frozenset({256, 257, 258}))
+    assert len({*keys, *other}) == 3
+    assert auto == Depth(2 * LOOP.mu_rec, 5e-4) and given.threshold == 1e-3
+    assert (usual.temperature, usual.top_p) == (0.8, 0.95)

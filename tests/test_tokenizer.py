@@ -3,14 +3,17 @@
 import copy
 import json
 import random
+from collections import Counter
 from functools import partial
 
 import numpy as np
 import pytest
+import regex
 import rustbpe
-from helpers import refused, write_jsonl
+from helpers import documents, refused, write_jsonl
 
 import tokenizer_train as tt
+from looped.corpus import find_sources, texts
 from looped.files import read_checked, write_checked
 from looped.tokenizer import (
     PATTERN,
@@ -209,3 +212,28 @@ def test_too_little_text_for_the_vocabulary_is_said(tmp_path, capsys):
     line = ["--texts", str(tmp_path), "--vocab-size", "1000", "--out", str(out)]
     refused(capsys, partial(tt.main, line), "smaller --vocab-size")
     assert not out.exists()
+
+
+def test_the_pattern_cuts_as_it_says():
+    text = "x'reason we'll it's  12345 !? (x)\n\n y"
+    parts = ["x", "'re", "ason", " we", "'ll", " it", "'s", " ", " ", "12", "34", "5"]
+    assert regex.findall(PATTERN, text) == [*parts, " !?", " (", "x", ")\n\n", " y"]
+
+
+def test_a_long_run_of_blanks_is_cut_where_no_token_spans(trained):
+    enc = trained[1]
+    text = "a" * (PIECE - 3) + " " * 6 + "bc"
+    assert encode(enc, text) == enc.encode_ordinary(text)
+
+
+def test_no_validation_text_is_trained_on_and_of_a_document_its_beginning(tmp_path, enc):
+    write_jsonl(tmp_path / "a.jsonl", ["x" * 30_000] * 3)
+    write_jsonl(tmp_path / "b.jsonl", ["y"])
+    found = tt.training_texts(find_sources(tmp_path), 10_001)
+    assert [len(text) for text in found] == [10_000] * 2
+    (tmp_path / "b.jsonl").unlink()
+    write_jsonl(tmp_path / "a.jsonl", documents(200))
+    sources = find_sources(tmp_path)
+    held = set(texts(sources.val.paths, "val", sources.holdout, Counter()))
+    assert held and held.isdisjoint(tt.training_texts(sources, 10**9))
+    assert tt.bytes_per_token(enc, ["é" * 4]) == 8 / len(encode(enc, "é" * 4))

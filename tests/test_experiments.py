@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from helpers import refused, run_program, small_model
 
 import train
 from looped import figures
-from looped.logs import read_log
+from looped.logs import CoreRules, read_log
 from looped.ops import shift_keys
 from looped.randomness import SEED_EVAL, sequence_key
 from model import ModelConfig, load_run
@@ -485,3 +486,94 @@ def test_sampled_depths_follow_the_formulas(mu_bwd):
         formula = depth_laws.probabilities(law, 8, mu_bwd, depths)
         assert formula.sum() == pytest.approx(1, abs=1e-3)
         assert np.abs(share - formula).max() < 5 * math.sqrt(0.25 / 100_000)
+
+
+def steps_of(losses):
+    return ledger.steps_of([{"step": i, "loss": loss} for i, loss in enumerate(losses, 1)])
+
+
+def test_half_a_nat_above_the_lowest_or_above_the_start_is_a_divergence():
+    fall = [8 - 4 * i / 100 for i in range(100)]
+    assert ledger.divergence(steps_of([*fall, *[4.4] * 100]), False) is None
+    assert ledger.divergence(steps_of([*fall, *[4.8] * 100]), False) is not None
+    assert ledger.divergence(steps_of([*[7.8] * 50, *[8.0] * 50]), False) > 50
+
+
+def test_curve_and_numbers_of_a_log():
+    records = []
+    for i in range(1, 41):
+        numbers = {"loss": 9 - i / 10, "ms": 600.0, "tok_s": 1.0, "skipped": 0}
+        records.append({"step": i, "tokens": 10 * i, "state_norm": 1.0, "residual": 1.0} | numbers)
+    found = ledger.of_steps(ledger.steps_of(records))
+    assert found["curve"]["tokens"][:2] == [20, 40]  # 20 points, the last tokens of each
+    assert found["curve"]["loss"][0] == pytest.approx(8.85)
+    assert found["minutes"] == pytest.approx(0.4) and found["lowest_loss"] == pytest.approx(5.0)
+
+
+def test_averages_of_a_part_of_the_tasks_stay_out_of_the_ledger():
+    def average(done):
+        return {
+            "aggregate": {
+                "name": "x",
+                "mean": 0.1,
+                "std": 0.0,
+                "tasks_done": done,
+                "tasks_total": 22,
+            }
+        }
+
+    run = SimpleNamespace(
+        core={CoreRules("core", "parcae", "v1", None): {8: average(22), 4: average(21)}}
+    )
+    assert [score["depth"] for score in ledger.scores(run)] == [8]
+
+
+def test_of_equal_lines_the_last_counts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for loss in (3.0, 2.0):
+        ledger.append({"settings": {"a": 1}, "data": "d", "loss": {"8": loss}, "evals": []})
+    (line,) = ledger.read_ledger()
+    assert line["loss"] == {8: 2.0}
+
+
+def test_another_validation_set_is_another_run():
+    flags = ["--preset", "nano", "--tokens", "1e6"]
+    usual, _ = ledger.wanted_settings(flags)
+    other, _ = ledger.wanted_settings([*flags, "--eval-tokens", "5e4"])
+    assert ledger.same_run({"settings": usual}, usual)
+    assert not ledger.same_run({"settings": usual}, other)
+
+
+def made_line(loss, **more):
+    return {"loss": loss, "mu_rec": 8, "diverged_at": None, "unigram": None} | more
+
+
+def test_differences_are_of_the_same_seeds():
+    euler = {seed: made_line({8: loss}) for seed, loss in enumerate((4.0, 5.0, 6.0))}
+    zoh = {2: made_line({8: 5.9}), 1: made_line({8: 4.8})}
+    arms = [Arm("r", "euler", runs=euler), Arm("r", "zoh", runs=zoh)]
+    (found,) = pages.differences(arms, EXPERIMENTS["gains"], "mu")
+    assert sorted(found.values) == pytest.approx([-0.2, -0.1])
+    assert "-0.1500 ±" in "\n".join(pages.difference_table([arms], EXPERIMENTS["gains"]))
+
+
+def test_cells_by_hand():
+    assert pages.cell([made_line({8: 2.0})], "mu", "perplexity") == f"{math.exp(2):.2f}"
+    assert "stuck" in pages.cell([made_line({8: 6.9}, unigram=7.0)], "mu", "loss")
+    assert "stuck" not in pages.cell([made_line({8: 6.5}, unigram=7.0)], "mu", "loss")
+    rules = {"protocol": "dclm", "baselines": "v1", "max_per_task": 100}
+    assert pages.other_rules(rules) == ", protocol dclm, max_per_task 100"
+    base, arm = Arm("a", source={"mu": math.e}), Arm("b", source={"mu": math.e**2})
+    said = pages.sentence(pages.Difference(arm, base, np.array([0.1, 0.2])), "perplexity")
+    assert "source 2.0000 against 1.0000" in said
+
+
+def test_held_out_runs_are_others_of_the_same_model_and_rows():
+    def line(data="d", diverged_at=None, **settings):
+        usual = {"steps": 1, "seed": 0, "mu_rec": 8, "mu_bwd": 4, "gain": "zoh"}
+        return {"settings": usual | settings, "data": data, "diverged_at": diverged_at}
+
+    fitted = [line()]
+    wanted = line(steps=2, seed=1, mu_rec=4, mu_bwd=2)
+    others = [line("other"), line(gain="euler"), line(steps=3, diverged_at=5)]
+    assert pages.held_out(fitted, [*fitted, wanted, *others]) == [wanted]

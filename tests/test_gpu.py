@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import model as model_module
 import tools.plan
-from looped import memory
+from looped import machine, memory
 from looped.machine import Place
 from looped.memory import FEW_TOKENS, GIB, Step, check_memory, predict_memory, steps_to_try
 from model import PRESETS, Model
@@ -257,3 +257,21 @@ def test_a_plan_knows_what_fits_and_that_more_cards_are_faster():
     assert one.step.rows in (32, 64)
     assert 7 < one.hours() / eight.hours() <= 8
     assert plan("parcae-1.3b", CARDS["4090"], gpus=1).step is None
+
+
+def test_chunks_no_larger_than_the_logits_are_tried_and_a_float32_stream_counts():
+    cfg = PRESETS["parcae-1.3b"]
+    tried = steps_to_try(cfg, Step(64), [64, 1], [0, 8192], 0)
+    assert [(step.rows, step.loss_chunk) for step in tried] == [(64, 0), (64, 8192), (1, 0)]
+    narrow = predict_memory(cfg, Step(8)).activations
+    wide = predict_memory(cfg, Step(8, residual_bytes=4)).activations
+    loops = int(memory.deepest(cfg, 1)[1][0])  # with gradient
+    blocks = cfg.n_prelude + cfg.n_coda + cfg.n_core * loops
+    assert wide - narrow >= 2 * 8 * cfg.seq_len * cfg.d_model * 2 * blocks
+
+
+def test_a_tried_step_leaves_no_gradient():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = SimpleNamespace(zero_grad=lambda: setattr(p, "grad", None))
+    assert memory.succeeds(lambda: p.sum().backward(), optimizer, machine.ONE_PROCESS)
+    assert p.grad is None

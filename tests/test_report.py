@@ -5,7 +5,9 @@ import math
 import random
 import re
 import statistics
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers import refused
 
@@ -388,3 +390,17 @@ def test_scores_under_other_rules_are_not_put_side_by_side(tmp_path, run_report)
         "v2",
     ]
     assert [found[1][0] for found in tables(text)[3:]] == ["a", "b"]
+
+
+def test_the_headline_names_the_best_looped_run_and_the_best_flat_one():
+    runs = []
+    for name, loss, depth in (("a", 4.0, 8), ("b", 3.9, 8), ("f", 4.2, 0), ("g", 4.3, 0)):
+        runs.append(SimpleNamespace(name=name, loss=loss, depth=depth))
+    wanted = "b has a validation loss of 3.9000 nats/token at depth 8, 0.3000 less than f"
+    assert report.headline(runs).startswith(wanted)
+
+
+def test_curves_are_means_of_a_hundred_parts_and_radars_are_closed():
+    assert report.means_of_parts(np.arange(200.0))[:2] == [0.5, 2.5]
+    plot = report.radar("k", [{"k": {"a": 1, "b": 2}}])
+    assert list(plot.curves[0][1]) == [1, 2, 1]

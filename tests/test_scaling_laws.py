@@ -368,3 +368,104 @@ def test_lines_of_the_ledger_give_the_rows_of_their_runs():
     for name, value in vars(want).items():
         assert list(rows[name]) == [value, value]
     assert dict(zip(rows.depth, rows.loss)) == {1: 5.0, 4: 4.0}
+
+
+def test_equal_tokens_are_beside_the_mean_of_one_loops_seeds():
+    tokens = [1e6, 1e6, 4e6, 4e6, 2e6]
+    losses = [5.0, 4.0, 2.0, 3.0, 3.0]
+    mu = [1, 1, 1, 1, 8]
+    rows = pd.DataFrame(
+        {"mu_rec": mu, "depth": mu, "tokens": tokens, "loss": losses, "budget": 1.0}
+    )
+    assert "0.5000 at 2e+06" in scaling_laws.equal_tokens_table(rows)[-2]
+
+
+def test_papers_optima_and_half_of_mu_rec_with_gradient():
+    assert [laws.config_at("parcae-140m", mu).mu_bwd for mu in (2, 7, 8)] == [1, 4, 4]
+    assert laws.PAPER_OPTIMA["parcae-370m"] == {32e18: 4, 64e18: 6, 128e18: 6}
+
+
+def test_an_interval_is_of_95_percent():
+    low, fit, high = law_figures.low_fit_high(np.array([7.0, *range(1001)]))
+    assert (low, fit, high) == (25, 7, 975)
+
+
+def test_the_slope_is_of_a_doubling_and_intervals_have_a_width():
+    losses = {"loss": [4.0, 3.9, 3.8, 3.7], "tokens": [4.0, 3.0, 2.0, 1.0]}
+    rows = pd.DataFrame({"budget": 1.0, "mu_rec": [2, 4, 8, 16], **losses})
+    (found,) = laws.fit_isoflop(rows, np.random.default_rng(0), [])["budgets"]
+    assert found["slope"] == pytest.approx(-0.1)
+    rows = good(made(noise=0.002, budgets=(4e18,)))
+    (found,) = laws.fit_isoflop(rows, np.random.default_rng(0), [])["budgets"]
+    assert np.ptp(found["mu"][1:]) > 0.1
+
+
+def test_resamples_are_of_whole_runs(monkeypatch):
+    rows = good(made(depths=(1, 2, 4, 16), budgets=(1e18, 4e18, 16e18)))
+    resamples = []
+    real = laws.Problem.descend
+
+    def descend(self, start, some=slice(None), **limits):
+        if isinstance(some, np.ndarray) and some.dtype != bool:
+            resamples.append(rows.run.iloc[some].value_counts())
+        return real(self, start, some, **limits)
+
+    monkeypatch.setattr(laws.Problem, "descend", descend)
+    laws.fit_law(rows, np.random.default_rng(0), "train")
+    whole = rows.run.value_counts()
+    assert len(resamples) == laws.RESAMPLES
+    assert all((counts % whole[counts.index] == 0).all() for counts in resamples)
+
+
+def test_forms_are_fitted_up_to_depth_mu_and_predict_what_is_beyond():
+    depth = np.array([1.0, 2, 3, 8, 9])
+    loss = np.where(depth <= 3, 4 * depth**-0.5, 1)
+    run = {"run": "r", "mu_rec": 3, "n_eff": 1, "budget": 1}
+    rows = pd.DataFrame({**run, "depth": depth, "loss": loss, "best": 1.0})
+    found = laws.fit_curves(rows)["table"]["Z depth^-z"]["huber_beyond_mu"]
+    assert found == pytest.approx(laws.huber_on_log(4 * depth[3:] ** -0.5, 1.0).mean())
+
+
+def test_a_loss_of_over_one_and_a_half_medians_is_left_out():
+    rows = made(budgets=(1e18,))
+    rows.loc[0, "loss"] = 1.6 * rows.loss.median()
+    left = []
+    scaling_laws.prepared(rows, left)
+    assert len(left) == 1
+
+
+def test_one_loop_in_training_is_in_no_fit():
+    rows = made(noise=0.002, mus=(1, *MUS), budgets=(1e18, 4e18, 16e18))
+    unseen = good(rows[:0])
+    first = scaling_laws.fit_all(good(rows), [], unseen)
+    rows.loc[rows.mu_rec == 1, "loss"] *= 1.2
+    second = scaling_laws.fit_all(good(rows), [], unseen)
+    assert first["train"].law == second["train"].law
+
+
+def test_the_law_of_training_is_held_out_at_mu_rec_alone(tmp_path):
+    unseen = made(depths=(1, 2, 4), mus=(8,), budgets=(64e18,))
+    N, D = unseen.n_eff[0], unseen.tokens[0]
+    unseen.loc[unseen.depth == 8, "loss"] = laws.predict(laws.PAPER["parcae-140m"], N, D)[0]
+    found = run_fit(tmp_path, made(budgets=(1e18, 4e18, 16e18)), unseen)
+    assert found["train"]["held_out"]["largest percent"] < 0.01
+
+
+def test_advice_of_a_fit_is_of_its_optima_inside_and_within_its_grid(tmp_path, capsys):
+    n_eff = {}
+    for mu in MUS:
+        n_eff[str(mu)] = laws.effective_params(laws.config_at("parcae-140m", mu))
+    budgets = []
+    for flops, mu, inside in ((1e18, 2.0, False), (4e18, 4.0, True), (16e18, 8.0, True)):
+        budgets.append({"budget": flops, "mu": [mu], "inside": inside})
+    power_laws = {"mu": [[0.5], [math.log(4 / 2e9)]], "tokens": [[9], [9]]}
+    isoflop = {"budgets": budgets, "power_laws": power_laws}
+    logs = laws.PAPER["parcae-140m"].tolist()
+    file = tmp_path / "fit.json"
+    file.write_text(json.dumps({"n_eff": n_eff, "isoflop": isoflop, "train": {"logs": logs}}))
+    for flops, mu in (("4e18", 4), ("1e22", 12)):
+        line = ["--flops", flops, "--preset", "parcae-140m", "--fit", str(file)]
+        scaling_laws.main(["advise", *line])
+        said = capsys.readouterr().out
+        assert f"--mu-rec {mu} " in said.splitlines()[-1]
+        assert "mu_rec 4 at 4e+18, 8 at 1.6e+19 FLOPs" in said

@@ -38,8 +38,8 @@ from looped.files import file_hash, read_checked, write_checked
 from looped.machine import ONE_PROCESS, Place, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
-from looped.run_directory import differences
-from looped.settings import settle, settle_optimizer
+from looped.run_directory import differences, is_finished
+from looped.settings import eval_depths, ramp_steps, settle, settle_optimizer
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from model import PRESETS, Model, load_run
 from muon import AdamW, Muon, Optimizer
@@ -959,3 +959,40 @@ def test_default_data_whose_making_was_cut_off_is_made_again(packed, tmp_path, m
 def test_a_machine_without_git_can_train(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert environment()["git"] == {"commit": None, "diff": None}
+
+
+def settled(line):
+    args = train.parse_args(line.split())
+    cfg = train.model_config(args)
+    return settle(args, cfg, train.recipe_of(args.preset), 1), args, cfg
+
+
+def test_settings_that_follow_from_others():
+    tokens = 7.6 * 64 * 256
+    steps, args, cfg = settled(f"--tokens {tokens} --batch-size 64 --warmup 0.5 --cooldown 0.5")
+    assert (steps, args.eval_every, args.device_batch_size) == (8, 2, 32)
+    assert eval_depths(args, cfg, final=True) == [1, 2, 4, 8, 16]
+    assert ramp_steps(1, 50) == 50  # a fraction, not a step
+    _, args, _ = settled("--optimizer adamw --tokens 1e6")
+    assert args.weight_decay == 0
+    steps, args, cfg = settled("--flops 1e13")
+    assert steps == round(1e13 / cfg.flops_per_token() / (args.batch_size * cfg.seq_len))
+
+
+def test_a_run_goes_on_with_its_own_data_and_seed_only():
+    config = {"args": vars(train.parse_args([])), "model": {}}
+    config |= {"tokenizer": {"sha256": "t"}, "data": {"sha256": "d"}}
+    assert differences(config, config | {"data": {"sha256": "e"}}, {}) == ["data d (now e)"]
+    other = config | {"args": config["args"] | {"seed": 7, "adam_lr": 9.0}}
+    assert len(differences(config, other, {})) == 2
+
+
+def test_a_run_is_finished_when_its_last_validation_has_the_depths_asked_for(tmp_path):
+    args = argparse.Namespace(eval_depths=[1], eval_tokens=64)
+    data = Mock(rows=lambda split: 9, seq_len=32)
+    found = []
+    for depths in (["1", "8"], ["8"]):
+        last = {"final": True, "loss": dict.fromkeys(depths, 1.0), "eval_tokens": 64}
+        (tmp_path / "log.jsonl").write_text(json.dumps(last) + "\n")
+        found.append(is_finished(tmp_path, args, NETWORK, data))
+    assert found == [True, False]

@@ -45,7 +45,7 @@ def records(seed, shift, steps, depths, flat):
             "residual": 2 + 8 / step,
             "state_norm": 11 + step / 50,
         }
-        cost = {"tok_s": 9000 + step, "ms": 450.0 + step, "mem_gb": 1.5}
+        cost = {"tok_s": 9000 + step**2, "ms": 450.0 + step, "mem_gb": 1.5 - step / 1000}
         yield {"kind": "train", **at, "loss": 4.5 + shift + fall, **decay, **norms, **cost}
         if step % 20 == 0:
             known = depths if step == steps else [0 if flat else 8]
@@ -151,7 +151,7 @@ def test_tables_equal_a_second_computation(tmp_path, run_report):
     assert differs[1:] == [["gain", "euler", "zoh"]] and "Warning" not in text
     tokens = STEPS * STEP_TOKENS
     minutes = sum(450 + s for s in range(1, STEPS + 1)) / 6e4
-    speed = statistics.median(9000 + s for s in range(1, STEPS + 1))
+    speed = statistics.median(9000 + s**2 for s in range(1, STEPS + 1))
     want = ["1,180,000", f"{tokens:,}", f"{tokens * 2.5e7:.3g}", f"{speed:,.0f}", f"{minutes:.1f}"]
     assert cost[1][1:] == [*want, "1.50", "x86_64, 2 cores"]
     assert f"{UNIGRAM} nats/token" in text

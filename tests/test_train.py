@@ -241,8 +241,12 @@ def test_every_validation_has_the_depths_asked_for(base):
 
 
 def test_micro_batch_does_not_change_the_step_and_keep_every_keeps(base, packed, tmp_path):
-    here(packed, tmp_path / "r", "--device-batch-size", "3", "--keep-every", "3")
-    assert_close(log(base), log(tmp_path / "r"))
+    rows = ["--device-batch-size", "3"]
+    here(packed, tmp_path / "r", *rows, "--keep-every", "3", "--eval-every", "6")
+    assert_close(log(base, "train"), log(tmp_path / "r", "train"))
+    last = log(base, "eval")["eval", STEPS]["loss"]
+    assert log(tmp_path / "r", "eval")["eval", STEPS]["loss"] == pytest.approx(last, abs=2e-4)
+    assert (tmp_path / "r" / "log.jsonl").read_text().count('"kind": "eval"') == 2  # none twice
     kept = [path.name for path in sorted((tmp_path / "r").glob("step_*.pt"))]
     assert kept == [f"step_{step:07d}.pt" for step in (3, 6, 9, 12)]
     assert [path.name[-5:] for path in sorted(base.glob("step_*.pt"))] == ["08.pt", "12.pt"]

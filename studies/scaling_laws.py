@@ -305,18 +305,18 @@ def read_rows(paths: list[Path]) -> pd.DataFrame:
         return rows_of([])
     frames = []
     for path in paths:
-        frames.append(read_table(path) if path.suffix == ".csv" else read_run(path))
+        frames.append(rows_of_table(path) if path.suffix == ".csv" else rows_of_run(path))
     return pd.concat(frames, ignore_index=True)
 
 
-def read_run(path: Path) -> pd.DataFrame:
+def rows_of_run(path: Path) -> pd.DataFrame:
     line = ledger.record(path)
     if line is None:
         fail(f"{path} is no finished run; leave it out, or finish it with train.py --resume")
     return rows_of([line])
 
 
-def read_table(path: Path) -> pd.DataFrame:
+def rows_of_table(path: Path) -> pd.DataFrame:
     """Anyone's measurements: a CSV with the columns ROW."""
     with outside(f"{path} is no table with the columns {','.join(ROW)}", "mend it", DAMAGE):
         rows = pd.read_csv(path)[ROW].astype(KINDS)

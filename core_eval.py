@@ -392,7 +392,7 @@ def panel_of(args, place: Place) -> Panel:
     own = [own_task(text) for text in args.task]
     bundle = None
     if args.panel != "own":
-        bundle = bundle_at(args.bundle, place.rank, place.world)
+        bundle = bundle_at(args.bundle, place.rank)
     panel = load_panel(bundle, args.panel, protocol, args.max_per_task, own)
     for label, why in panel.missing.items():
         place.say(f"left out: {label}: {why}")

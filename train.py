@@ -448,8 +448,7 @@ def open_evaluation(run: Run) -> None:
     sizes = torch.from_numpy(token_bytes(run.tokenizer)).to(place.device)
     run.held_out = HeldOut(run.data, sizes, args.eval_tokens)
     if args.core_every:
-        bundle = bundle_at(args.bundle, place.rank, place.world)
-        run.panel = load_panel(bundle, limit=CORE_EXAMPLES)
+        run.panel = load_panel(bundle_at(args.bundle), limit=CORE_EXAMPLES)
 
 
 def evaluate(run: Run, step: int, final: bool = False) -> None:
@@ -657,6 +656,8 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
     continue from (or None), and whether nothing is left to do. Sets what is as the run began.
     """
     told = [None] * 3
+    if args.core_every:
+        bundle_at(args.bundle, place.rank)  # a fetch may take longer than a collective waits
     try:
         if place.rank == 0:
             folder = Path(args.out)

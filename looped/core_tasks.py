@@ -9,13 +9,12 @@ Sources: DCLM (arXiv 2406.11794) and its eval/heavy.yaml; nanochat's and Parcae'
 
 import hashlib
 import json
+import time
 import zipfile
 import zlib
 from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch.distributed as dist
 
 from looped.console import DAMAGE, fail, non_negative_int, number, outside
 from looped.corpus import GivenUpError, fetch_file, with_retries
@@ -246,7 +245,7 @@ def fetch_bundle(path=BUNDLE, url=URL):
         fail(f"cannot fetch {url} ({e}); {advice}")
 
 
-def bundle_at(path, rank=0, world=1):
+def bundle_at(path, rank=0):
     """The path given, or that of the public bundle, which rank 0 fetches once. Every rank calls
     it.
     """
@@ -254,8 +253,8 @@ def bundle_at(path, rank=0, world=1):
         return path
     if rank == 0 and not BUNDLE.is_file():
         fetch_bundle()
-    if world > 1:
-        dist.barrier()
+    while not BUNDLE.is_file():  # not in a collective, which would give up after minutes
+        time.sleep(1)
     return BUNDLE
 
 

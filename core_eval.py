@@ -6,11 +6,11 @@
     torchrun --standalone --nproc_per_node=8 core_eval.py RUN
 
 A score is a function of (weights, data, seed, depth). The initial loop states are those of (seed,
-task, example), the same for all its options; losses are float32. Rounding, which depends on the
-batch, can still flip near ties: a gap of mean losses, or a greedy token's lead, under 1e-3 between
-options that are not the same. Their number, summed over the seeds, is reported. Results:
-core_<panel>_<protocol>.json in RUN; what it held of other settings is kept as .json.old-… (but of
---panel val, which is written over). On a CPU float32 is used, else the run's own dtype.
+task, example), the same for all options of an example; losses are float32. Rounding varies with the
+batch and can flip near ties: different options whose mean losses are less than 1e-3 apart, or a
+greedy token that leads by less than that. Their number, summed over seeds, is reported. Results:
+core_<panel>_<protocol>.json in RUN; a file from other settings is kept as .json.old-… (except with
+--panel val, which overwrites it). On a CPU float32 is used, else the run's own dtype.
 Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are Parcae's, nanochat's (the same, at
 seed 1234), and llm-foundry's (dclm). looped/core_tasks.py has the tasks, core_prompts.py the rules.
 """
@@ -102,8 +102,8 @@ def token_scores(model, x, targets):
 
 
 def fill_batch(task, seed, batch: list[Row]) -> tuple:
-    """-> ids (B, T), the rows' keys (B,), and of the S scored tokens, row by row, span by span, the
-    places in the flattened ids that they follow, and they themselves: int64, on the host.
+    """-> ids (B, T), the rows' keys (B,), and for the S scored tokens, row by row, span by span:
+    the positions just before them in the flattened ids, and the tokens; int64, on the host.
     """
     width = max(len(row.tokens) for row in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.int64)
@@ -199,7 +199,7 @@ class NotFiniteError(ValueError):
 def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, dict]:
     """A task with one seed -> {depth: {column: (n,) float64}}, the same on every rank.
 
-    NotFiniteError, on every rank, where a loss of any is not finite.
+    Raises NotFiniteError on every rank if a loss on any rank is not finite.
     """
     place = settings.place
     table = np.zeros((len(settings.depths), len(COLUMNS), len(work.groups)))

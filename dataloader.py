@@ -7,10 +7,10 @@ from looped/corpus.py.
         --out data/packed
 
 Packing (BestFit-Crop, arXiv 2404.10830): a row is seq_len + 1 tokens; each document follows a BOS,
-so every row begins with one; of a buffer of 1,000 documents the longest that still fits is placed,
-and when none fits the shortest is cropped to fill the row. No padding. The stream of training
+so every row begins with one. Of a buffer of 1,000 documents the longest that still fits is placed;
+when none fits, the shortest is cropped to fill the row. No padding. The stream of training
 sequences is a pure function of (packed data, seed, index), a keyed permutation worked out by
-arithmetic: the same for any number of ranks, and resuming is just a number.
+arithmetic: it is the same for any number of ranks, and to resume takes only the index.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ def best_fit(documents, row):
             insort(waiting, (length, i, tokens))
         if not waiting:
             break
-        count = bisect_left(waiting, (room + 1,))  # that fit; if none, the shortest is cropped
+        count = bisect_left(waiting, (room + 1,))  # how many fit; if none, the shortest is cropped
         longest = waiting[count - 1][0] if count else 0
         first = bisect_left(waiting, (longest,))  # of the longest that fit
         tokens = waiting.pop(first)[2][:room]
@@ -249,7 +249,7 @@ def refuse_foreign(out, files):
 
 
 def pack(args):
-    """Packs the shards that are missing, several at a time. Killed, it loses only those begun."""
+    """Packs the missing shards, several at a time. If killed, it loses only those in progress."""
     out = Path(args.out)
     own = out / "tokenizer.json"
     if args.stream:  # none is taken away: a training may be using it

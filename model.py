@@ -10,15 +10,15 @@ Looped language models: a Transformer whose middle block is applied a variable n
     gain = Δ                 `euler`   Parcae (Prairie et al. 2026, section 4)
     gain = (1 - decay) / a   `zoh`     Exact-ZOH (Huang 2026): the held-input integral, solved exactly
 
-R̄ is the residual part of the core blocks at the injected state, so one loop is "inject, then run
-the core blocks". Shapes: B rows, T tokens, D width, H heads, K = D / H, V vocabulary, M MLP width.
+R̄ is what the core blocks add to the injected state, so one loop is "inject, then run the core
+blocks". In shapes: B rows, T tokens, D width, H heads, K = D / H, V vocabulary, M MLP width.
 
 Where to change what:
     the input gain            a function, and its line in GAINS
     decay and gain            DiagonalInjection.decay_and_write; each may be (D,) or (B, T, D)
     the linear path           a class like DiagonalInjection, and its line in INJECTIONS
     one whole loop            Model.core_step, which knows each row's own loop index
-    what becomes of a loop    a class as in looped/mechanisms.py, and its line in MECHANISMS
+    how its change enters h   a class as in looped/mechanisms.py, and its line in MECHANISMS
     the log's statistics      Model.statistics, of the last loop's h and the one before
     how deep                  looped/depth.py
 """
@@ -64,7 +64,7 @@ from looped.randomness import SEED_INIT, hashed_normal, sequence_key
 # The linear path of a loop
 
 
-# An input gain is a function of a and Δ, which have one shape.
+# An input gain is a function of a and Δ, two tensors of the same shape.
 
 
 def euler_gain(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
@@ -73,8 +73,8 @@ def euler_gain(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
 
 
 def zoh_gain(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
-    """Exact-ZOH: the integral itself, (1 - exp(-Δa)) / a, with full relative precision as Δa -> 0,
-    where it is Δ.
+    """Exact-ZOH: the integral itself, (1 - exp(-Δa)) / a, to full relative precision as Δa -> 0,
+    where it tends to Δ.
     """
     return -torch.expm1(-dt * a) / a
 
@@ -102,7 +102,7 @@ def discretise(
 
 @dataclass
 class LoopInputs:
-    """What a loop reads besides its state; tensors of two or more dimensions have its rows."""
+    """What a loop reads besides its state; tensors of two or more dimensions have rows first."""
 
     decay: torch.Tensor | None  # (D,) or (B, T, D), float32
     write: torch.Tensor  # (B, T, D), of the activations' dtype: gain ⊙ (B e), added to the state
@@ -129,7 +129,7 @@ class LoopInputs:
 
 
 class AddInjection(nn.Module):
-    """h + e: the carry is the identity, so the state may grow. The base of the others."""
+    """h + e: the carry (what multiplies h) is the identity, so h may grow. Base of the others."""
 
     carry_is_matrix = False  # whether the state is multiplied by a matrix at every loop
 
@@ -146,8 +146,8 @@ class AddInjection(nn.Module):
         raise AssertionError(f"{part} has no initial value: add a case for it to `initial`")
 
     def decay_and_write(self, e):
-        """e (B, T, D) -> decay, (D,) or (B, T, D), or None; and the written input, (B, T, D). Every
-        loop of the sequence takes them.
+        """e (B, T, D) -> decay, (D,) or (B, T, D), or None; and the written input, (B, T, D). All
+        loops of the sequence use these two.
         """
         return None, e
 
@@ -253,7 +253,7 @@ class ConcatInjection(AddInjection):
 
 
 class RawInjection(AddInjection):
-    """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): e steers the branch, and is not written."""
+    """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): blocks read e, h does not keep it."""
 
     def finish(self, x, inputs):
         return x - inputs.write
@@ -273,8 +273,8 @@ MECHANISMS = {"none": PlainLoop, "attnres": AttnRes, "hyper": HyperConnected}
 
 # -------------------------------------------------------------------------------------------------
 # Transformer pieces. Master weights are float32 and are cast to the activations' dtype: the core's
-# once for all loops (looped/layers.py), the others at every use. No autocast: its cache of casts
-# made under no_grad would cut the core's weights out of the gradient on some versions of torch.
+# once for all loops (looped/layers.py), the others at every use. No autocast: on some versions of
+# torch, casts that it caches under no_grad would cut the core's weights out of the gradient.
 
 
 class Attention(nn.Module):
@@ -341,7 +341,7 @@ class SwiGLU(nn.Module):
 MLPS = {"relu2": MLP, "swiglu": SwiGLU}
 
 
-# What becomes of the residual stream after each of a layer's two sums.
+# What is applied to the residual stream after each of a layer's two sums.
 BLOCKS = {"prenorm": nn.Identity, "resnorm": RMSNorm}
 
 
@@ -362,8 +362,8 @@ class Block(nn.Module):
         self.norm4 = BLOCKS[cfg.block](cfg.d_model)
 
     def forward(self, x, cos, sin, value_rows=None, attend=attend):
-        """x (B, T, D) in the residual stream's dtype; the branches run in that of cos and sin, the
-        activations'.
+        """x (B, T, D) in the residual stream's dtype; the branches run in the activations' dtype,
+        which cos and sin have.
         """
         normed = self.norm1(x).to(cos.dtype)
         x = self.norm3(x + self.attn(normed, cos, sin, value_rows, attend))
@@ -383,10 +383,10 @@ def scaled_by_depth(shape, std, layers, generator):
     return orthogonal(shape, std / math.sqrt(2 * layers), generator)
 
 
-# Initial loop states: a normal's standard deviation (None: that of the input matrices), and how many
-# of them it is cut at.
+# Initial loop states: the standard deviation of a normal (None: that of the input matrices), and at
+# how many standard deviations it is truncated.
 STATE_INITS = {"like-init": (None, 3.0), "normal": (1.0, 5.0), "zero": (0.0, 3.0)}
-# Attention and MLP outputs begin at zero, or at a std that falls with the L layers applied.
+# Attention and MLP output matrices start at zero, or with a std that falls as 1 / sqrt(2 L).
 INITS = {"scaled-zero": zeros, "scaled": scaled_by_depth}
 CHOICES = {
     "injection": INJECTIONS,
@@ -410,8 +410,8 @@ def setting(default, about: str):
 
 @dataclass
 class ModelConfig:
-    """The network. n_core = 0 makes it a plain Transformer. The defaults are the paper's model at
-    the size of `nano`, which itself departs from it: NANO, below.
+    """The network. n_core = 0 makes it a plain Transformer. The defaults are the paper's model, at
+    the size of the preset `nano`; `nano` itself departs from the paper's (NANO, below).
     """
 
     vocab_size: int = setting(1024, "entries of the tokenizer")
@@ -514,7 +514,7 @@ class ModelConfig:
         return self.n_prelude + self.n_core + self.n_coda
 
     def value_layers(self) -> list[int]:
-        """Unique layers with a value table: every second one, the last included."""
+        """Layers with a value table, looped ones counted once: every second, the last included."""
         if not self.value_embeds:
             return []
         last = self.n_layer() - 1
@@ -533,7 +533,7 @@ class ModelConfig:
 
 
 def large(d_model: int, layers: int) -> ModelConfig:
-    """Parcae in the Transformer setup: so many layers in each of prelude, core and coda."""
+    """Parcae in the paper's Transformer setup: `layers` each in prelude, core and coda."""
     return ModelConfig(
         vocab_size=32768,
         seq_len=2048,
@@ -558,7 +558,7 @@ def rdm_setup(looped: ModelConfig, d_mlp: int) -> ModelConfig:
 
 
 def rdm(parcae: ModelConfig) -> ModelConfig:
-    """Geiping et al.'s own: unconstrained, with norms on the residual stream."""
+    """The RDM, Geiping et al.'s own model: unconstrained, with norms on the residual stream."""
     return replace(parcae, injection="concat", block="resnorm")
 
 
@@ -609,8 +609,8 @@ PRESETS = {
 
 @dataclass
 class LoopState:
-    """The state after a loop and before it; h is computed from what is carried when it is asked
-    for.
+    """The state after a loop and before it; h is computed, when asked for, from what the loop
+    carries.
     """
 
     mechanism: nn.Module
@@ -746,7 +746,7 @@ class Model(nn.Module):
             return torch.zeros_like(e)
         if std is None:
             std = input_std(D)
-        # a copy: a graph compiled for a view is compiled again when what it views changes shape
+        # a copy: given a view, torch recompiles whenever the tensor behind the view changes shape
         return hashed_normal(keys, T, D, std, cut, positions).to(e.dtype, copy=True)
 
     def enter_loop(self, ids, keys, cache=None):
@@ -764,8 +764,8 @@ class Model(nn.Module):
 
     def core_step(self, h, inputs: LoopInputs, index, cache=None):
         """One loop: h (B, T, D) -> decay ⊙ h + gain ⊙ (B e) + R̄(h, e). `inject` gives the first two
-        terms; the blocks are residual and add R̄. index (B,) or (B, T): how many loops each row, or
-        token, took before.
+        terms; the blocks are residual and add R̄. index (B,) or (B, T): how many loops each row (or
+        token) has already taken.
         """
         x = self.injection.inject(h, inputs)
         x = self.run_blocks(x, self.core_layers, inputs.values, cache)
@@ -792,8 +792,8 @@ class Model(nn.Module):
     def run_blocks(self, x, layers: range, value_rows: list, cache=None):
         """These layers, each with its entry of value_rows, applied to x (B, T, D).
 
-        cache: for text that comes piece by piece (looped/cache.py); it knows the tokens' places and
-        attends for them.
+        cache: for text that comes piece by piece (looped/cache.py); it knows the tokens' positions
+        and computes their attention.
         """
         if cache is None:
             cos = self.cos[: x.size(1)].to(self.dtype)
@@ -851,12 +851,12 @@ class Model(nn.Module):
         constants = inputs.detach()
         learning = False
         core = [self.blocks[layer] for layer in self.core_layers]
-        # none for recomputed loops: those run again when the copies are gone
+        # no copies for recomputed loops: those run again after the copies are gone
         with copied([] if self.checkpoint_loops else core, self.dtype):
             for loop in plan:
                 if loop.gradient and torch.is_grad_enabled() and not learning:
-                    # whether the state requires gradient is part of a compiled graph's key: the
-                    # same at every such loop
+                    # torch compiles one graph for states that require gradient and another for
+                    # those that do not: all loops with gradient should use one
                     x = x.detach().requires_grad_()
                     history = mechanism.resume(history)
                     learning = True
@@ -873,7 +873,7 @@ class Model(nn.Module):
                     )
                 if loop.live is None:
                     before = x
-                else:  # what stands still keeps its last change
+                else:  # rows or tokens that stand still keep their last change
                     live = loop.live.view(loop.live.shape + (1,) * (new.dim() - loop.live.dim()))
                     new = torch.where(live, new, active)
                     before = torch.where(live, x.detach(), before)
@@ -881,7 +881,7 @@ class Model(nn.Module):
                 yield LoopState(mechanism, x, before)
 
     def _proposal(self, inputs: LoopInputs, index, cache, whole: bool):
-        """The function h -> core_step(h) of one loop; whole: of all rows."""
+        """The function h -> core_step(h) of one loop; whole: whether the loop takes all rows."""
         step = self.whole_step if whole and self.whole_step else self.core_step
 
         def propose(h):
@@ -975,10 +975,10 @@ class Model(nn.Module):
         return found
 
     def spectra(self) -> dict:
-        """Spectral radius and norm of the carry Ā, norms of the input matrix B̄ and of C; None for
-        what there is not.
+        """Spectral radius and norm of the carry Ā, norms of the input matrix B̄ and of C; None if
+        the model has no such matrix.
 
-        Of the linear path alone, without the blocks and whatever the mechanism.
+        They describe the linear path alone: not the blocks, and not the mechanism.
         """
         if self.injection is None:
             return dict.fromkeys(("rho", "carry_norm", "write_norm", "readout_norm"))
@@ -990,13 +990,13 @@ class Model(nn.Module):
     PIECES = ("enter_loop", "core_step", "coda_loss", "token_losses")
 
     def compile_pieces(self, backend: str = "inductor", for_cpu: bool = False) -> None:
-        """Replaces the pieces by compiled ones; for_cpu: those alone for which it pays there.
+        """Replaces the pieces with compiled ones; for_cpu: only those for which that pays on a CPU.
 
         core_step gets a graph for all rows of a micro-batch, one for any number of active rows and
         one for a single row, each with and without gradient; `enter_loop` one with and one
-        without, coda_loss one with, token_losses one without. Then no more compiling. All rows
-        have a wrapper of their own, whole_step: within one, the graph for any number would serve
-        them too.
+        without, coda_loss one with, token_losses one without. After that nothing is compiled. The
+        all-rows graph has a wrapper of its own, whole_step: in a shared one, the graph for
+        any number of rows would be used for all rows too.
         """
         self.is_compiled = True
         compiled = functools.partial(torch.compile, backend=backend)
@@ -1034,7 +1034,7 @@ def parameter_count(cfg: ModelConfig) -> int:
 
 
 def config_of(settings: dict) -> ModelConfig:
-    """A ModelConfig from a run's settings, among others; what an older run lacks takes its default."""
+    """A ModelConfig from a run's settings: unknown ones are ignored, missing ones take defaults."""
     known = {f.name for f in fields(ModelConfig)}
     own = {name: value for name, value in settings.items() if name in known}
     return ModelConfig(**own)

@@ -6,9 +6,9 @@ All parameters of a rule live in buffers, of which the parameters and their grad
 matrices of one shape are stacked (N, rows, cols), others are laid end to end (N,). Rank r owns the
 r-th part of every buffer: it receives that part of the reduced gradient, keeps the state of that
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
-One collective each way a buffer, one batched update, no copies in between. On several ranks a
-large stack is cut in up to three buffers, and each large table has its own: what is complete is
-sent while the step's last backward pass goes on. Where there are under a million numbers in all,
+Each buffer takes one collective each way and one batched update, with no copies. On several ranks a
+large stack is cut into up to three buffers, and each large table has its own: a complete buffer is
+sent while the step's last backward pass goes on. With under a million parameters in all,
 messages cost more than the update: every rank then keeps and updates everything, and one message
 sums all gradients, to the same bits on every rank.
 
@@ -39,12 +39,12 @@ POLAR_EXPRESS = (  # arXiv 2505.16932, five steps
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# numbers from which a table has a buffer of its own, a stack is cut, and ranks share out the update
+# from this many numbers on, a table has its own buffer, a stack is cut, ranks share out the update
 LARGE = 1 << 20
 
 # -------------------------------------------------------------------------------------------------
-# Updates, in place. ok: 1, or 0 where a loss or gradient is not finite, and then nothing changes. A tensor, so that
-# nothing waits for the device.
+# Updates, in place. ok: 1, or 0 if a loss or gradient is not finite: then nothing changes. A
+# tensor, so that nothing waits for the device.
 
 
 def polar_express(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -238,8 +238,8 @@ def stack_slots(count: int, world: int, first: int) -> list[int]:
 
 
 def members_of_buffers(rule, members: list, world: int) -> list[list]:
-    """The parameters of each buffer: matrices of one shape, if large cut in up to three where there
-    are several ranks; each large table; what is left.
+    """The parameters of each buffer: matrices of one shape (on several ranks, a large stack is cut
+    into up to three); each large table; the rest.
     """
     kinds: dict = {}
     for name, p in members:
@@ -268,7 +268,7 @@ class Reducer:
     """
 
     def __init__(self, buffers: list[Buffer]):
-        # no parameter, since parameters hold this in their hooks: neither would ever be freed
+        # no parameters here: their hooks hold this object, and neither would ever be freed
         self.tensors = [(buffer.g, buffer.grad) for buffer in buffers]
         self.members = [len(buffer.members) for buffer in buffers]
         self.order = list(range(len(buffers)))

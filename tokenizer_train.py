@@ -5,7 +5,7 @@
 
 Text is cut into words by a GPT-4-style pattern with digit groups of at most two and no
 normalisation; merges never cross words. The three specials are the last ids and count inside the
-vocabulary. No validation document is trained on. Of a document the first 10,000 characters are
+vocabulary. No validation document is trained on. Only the first 10,000 characters of a document are
 used. The file's form: looped/tokenizer.py. Source: byte-pair encoding, arXiv 1508.07909.
 """
 

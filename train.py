@@ -6,9 +6,9 @@ Trains a looped language model, or its flat baseline, on packed rows of tokens.
     torchrun --standalone --nproc_per_node=8 train.py --preset parcae-140m ...
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py …
 
-What a step sees (rows, depths, initial states) is a function of (seed, step, sequence in the step),
-whatever the number of ranks and the micro-batch; --batch-size is the optimiser's batch,
---device-batch-size only what memory allows. A run directory holds config.json, log.jsonl, the
+What a step sees (rows, depths, initial states) depends only on (seed, step, sequence in the step),
+not on the number of ranks or the micro-batch size: --batch-size is the optimiser's batch,
+--device-batch-size only has to fit in memory. A run directory holds config.json, log.jsonl, the
 tokenizer and the checkpoints; `--resume` continues it.
 """
 
@@ -93,7 +93,7 @@ from muon import AdamW, Muon, Optimizer, Rates
 
 @dataclass
 class Recipe:
-    """What a preset is trained with; every field is the default of the flag of its name."""
+    """What a preset is trained with; each field is the default of the flag with the same name."""
 
     tokens: float
     batch_size: int
@@ -137,8 +137,8 @@ BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
 
 
 # -------------------------------------------------------------------------------------------------
-# Optimisers: from the model and the flags, the groups of an Optimizer. A new one is a rule as in
-# muon.py, and a line in OPTIMIZERS.
+# Optimisers: each function makes an Optimizer's groups from the model and the flags. To add one,
+# write a rule as in muon.py, a function here, and its line in OPTIMIZERS.
 
 
 def muon_groups(model: Model, args, compiled: bool) -> list:
@@ -152,7 +152,7 @@ def muon_groups(model: Model, args, compiled: bool) -> list:
 
 
 def adamw_groups(model: Model, args, compiled: bool) -> list:
-    """AdamW for all, without epsilon, updates clipped by tensor: the RDM's."""
+    """AdamW for everything, without epsilon, updates clipped per tensor: as the RDM is trained."""
     rule = AdamW(args.adam_lr, betas=(0.9, 0.95), eps=0.0, update_clip=True, compile=compiled)
     return [(rule, list(model.named_parameters()))]
 
@@ -281,7 +281,7 @@ def model_config(args) -> ModelConfig:
         if getattr(args, name) is not None:
             given[name] = getattr(args, name)
     if "mu_rec" in given and "mu_bwd" not in given:
-        settings["mu_bwd"] = 0  # half of mu_rec again, not of the preset's
+        settings["mu_bwd"] = 0  # half of the given mu_rec, not of the preset's
     settings |= given
     check_meaning(args.preset, given, settings)
     try:
@@ -306,7 +306,7 @@ def open_data(args, cfg: ModelConfig, place: Place) -> PackedData:
     if not (folder / "manifest.json").is_file():
         make = f"python dataloader.py pack --out {folder} …"
         refuse(f"--data {folder} holds no packed rows; make them with `{make}`")
-    # a machine's ranks share the reading of its files
+    # the ranks of a machine share the work of verifying checksums
     local = int(os.environ.get("LOCAL_RANK", 0))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     data = PackedData(folder, check=(local, here))
@@ -360,7 +360,7 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place
 
 def schedule(step: int, steps: int, args) -> Rates:
     """The rates of a step as multiples of their peaks: learning rates rise, stay and fall linearly,
-    weight decay falls linearly throughout; neither ends at 0 while there is a step. Muon's momentum
+    weight decay falls linearly throughout; neither is 0 at any step of the run. Muon's momentum
     rises from 0.85 to 0.95.
     """
     rise = (step + 1) / max(ramp_steps(args.warmup, steps), 1)
@@ -382,8 +382,8 @@ def training_step(
     """Forward, backward and update, in micro-batches of `rows`.
 
     Returns device scalars of the whole step, of all ranks: "loss" (nats per token), "grad_norm2"
-    (before clipping), and `Model.statistics` as means over tokens. Nothing waits for the device, but
-    for the first step on several ranks (muon.Reducer).
+    (before clipping), and `Model.statistics` as means over tokens. Nothing waits for the device,
+    except in the first step on several ranks (muon.Reducer).
     """
     means: dict[str, torch.Tensor] = {}
     parts = list(batch.parts(rows))
@@ -495,8 +495,8 @@ def measure(run: Run, step: int) -> None:
 
 @dataclass
 class Finished:
-    """A step whose numbers are on their way from the device. A GPU's are read when the next step is
-    in its queue, so that it always has work.
+    """A step whose numbers are on their way from the device. On a GPU they are read when the next
+    step is queued, so that the GPU always has work.
     """
 
     entry: dict
@@ -528,7 +528,7 @@ def finish_step(run: Run, finished: Finished) -> bool:
 
 
 def awaited_batch(run: Run, step: int, pending: Finished | None):
-    """`next_batch`; where its rows do not come, records and saves the step before the run ends."""
+    """`next_batch`; if its rows never come, records and saves the last step, then ends the run."""
     try:
         return next_batch(run.data, run.cfg, run.args, step, run.place)
     except SystemExit:
@@ -562,7 +562,7 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
         }
         pending = Finished(entry, from_device(result, place))
         join_writer(wait=False)
-        if step == first + 20:  # collections would stall all ranks
+        if step == first + 20:  # from here on a collection would stall all ranks
             gc.collect()
             gc.freeze()
             gc.disable()
@@ -574,11 +574,11 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
             pending = None
         if save or stopped:  # before evaluation, which might fail
             run.save(step)
-        # at --stop-at it is left to the continued run
+        # at --stop-at, measuring is left to the run that continues this one
         if due and not stopped and (step < end or step == run.steps):
             measure(run, step)
         if save or due:
-            gc.collect()  # torch's recomputed loops leave some
+            gc.collect()  # torch's recomputed loops leave garbage
             if run.log:
                 run.log.pause()
     return step, stopped
@@ -653,7 +653,7 @@ def build(
 
 def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> list:
     """Rank 0 makes or checks the run directory -> on all ranks: config.json, the checkpoint to
-    continue from (or None), and whether nothing is left to do. Sets what is as the run began.
+    continue from (or None), and whether nothing is left to do. Sets the run's dtype, keep_every.
     """
     told = [None] * 3
     if args.core_every:

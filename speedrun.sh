@@ -8,7 +8,7 @@
 # Run again, it continues where it stopped: finished stages are skipped, training resumes.
 set -euo pipefail
 cd "$(dirname "$0")"
-# what torchrun's ranks have to save before they are killed: a large checkpoint takes more than its 30 seconds
+# seconds that torchrun's ranks get to save before they are killed; its own 30 are too few for a large checkpoint
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
@@ -51,7 +51,7 @@ print(*p["dependencies"], *sum(p["optional-dependencies"].values(), []), sep="\n
 fi
 [ "${1:-}" = setup ] && exit 0
 
-# what trainings and the machine would refuse later is refused now
+# refuse now what the trainings or the machine would refuse later
 read -r VOCAB SEQ RECIPE_TOKENS < <("$PY" -c '
 import sys, torch, train
 preset, tokens, arms, gpus, processes = sys.argv[1:]
@@ -74,7 +74,7 @@ WORK=data/$(basename -- "$DATA")-v$VOCAB
 ROWS=$WORK/rows-$SEQ-$LONG_DOCS
 OUT=runs/$RUN
 background=()
-# trainings save what they have before they end
+# on exit, ends background trainings, which first save what they have
 trap '[ ${#background[@]} -eq 0 ] || { kill "${background[@]}" 2>/dev/null; wait; } || true' EXIT
 
 case "$DATA" in
@@ -88,7 +88,7 @@ fineweb-edu)
     # a shard is about 250M characters, 53M tokens, of which best-fit packing crops up to 40 %
     SHARDS=$((RECIPE_TOKENS / 31000000 + 2))
     [ "$SHARDS" -gt 1822 ] && SHARDS=1822
-    # it reads 2e9 characters, as many as 8 shards hold, but at most 10,000 of a document
+    # the tokenizer's training reads 2e9 characters, as many as 8 shards hold, but at most 10,000 of a document
     FIRST=$((SHARDS < 12 ? SHARDS : 12))
     say "corpus: for the tokenizer $FIRST of $SHARDS shards of FineWeb-Edu, and the one for validation"
     "$PY" dataloader.py download --out $TEXTS --shards "$FIRST"

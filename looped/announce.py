@@ -97,7 +97,7 @@ def chunk_reason(args, chunk: int, place: Place) -> str:
 
 
 def say_stopped(run, first: int, step: int) -> None:
-    """The last line of a run that is not at its end."""
+    """The last line of a run that stops before its end."""
     done = f"stopped after step {step} of {run.steps} and saved"
     again = "the same command with --resume continues"
     if run.args.stop_at and run.args.stop_at <= first:

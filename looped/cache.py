@@ -48,7 +48,7 @@ class KVCache:
 
     def attend(self, layer: int, q, k, v, shift: Callable | None = None):
         """q, k, v (B, H, T, K) of the tokens just placed -> their attention, (B, H, T, K). Slots hold
-        what is not yet shifted, so that a piece's first token finds its predecessor.
+        keys and values before the shift, so that a piece's first token can use its predecessor's.
         """
         new = torch.stack([k, v]).transpose(2, 3)  # (2, B, T, H, K)
         loop = self.loop if layer in self.core else 0
@@ -56,7 +56,7 @@ class KVCache:
         if (layer, loop) not in self.slots:
             if last is None:
                 last = new.new_zeros(*new.shape[:2], self.room, *new.shape[3:])
-            # tokens that took fewer loops have in a deeper slot what they have in their last
+            # in a deeper slot, tokens that took fewer loops have the entries of their last loop
             self.slots[layer, loop] = last.clone()
         slot = self.slots[layer, loop]
         if self.live is not None and loop:

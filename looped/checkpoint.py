@@ -51,7 +51,7 @@ def join_writer(wait: bool = True) -> None:
 
 def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
     """Writes it whole or not at all, then its checksum; then removes those that need not stay."""
-    checksum_file(path).unlink(missing_ok=True)  # of a damaged one, in whose place it comes
+    checksum_file(path).unlink(missing_ok=True)  # left by a damaged one that this one replaces
     try:
         write_atomic(path, lambda file: torch.save(state, file))
     except RuntimeError as e:
@@ -78,16 +78,16 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """A run's own, oldest first; not what else is called alike, such as a user's copy."""
+    """A run's own checkpoints, oldest first; not files with like names, such as a user's copy."""
     own = [path for path in run.glob("step_*.pt") if re.fullmatch(r"step_\d+\.pt", path.name)]
     return sorted(own, key=step_of)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest whose checksum holds; damaged ones are named and passed over.
+    """The newest whose checksum matches; damaged ones are reported and skipped.
 
-    One without a checksum counts as whole: the program was killed after it and before its checksum
-    was written.
+    One without a checksum counts as whole: the program was killed after writing it and before
+    writing its checksum.
     """
     for path in reversed(checkpoints(run)):
         mark = checksum_file(path)
@@ -110,9 +110,9 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def network_differences(old: dict, new: dict, defaults: dict) -> list[str]:
-    """In words, the settings of the network in which an older run differs from `new`, those included
-    that this code lacks; what it lacks itself had the default. A model without a loop heeds none of
-    the loop's.
+    """In words, the network settings in which an older run differs from `new`, including those
+    that this code lacks; a setting that the run lacks had the default. A model without a loop heeds
+    no setting of the loop.
     """
     found = [f"{flag(name)} {old[name]} (not known here)" for name in old if name not in new]
     for name, value in new.items():

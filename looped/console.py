@@ -23,11 +23,11 @@ def fail(message):
 
 
 def refuse(message):
-    """`fail` for what all ranks of a node find, in their one command line or its files: the first of
-    them says it.
+    """`fail` for what every rank of a node finds, since all read the same command line and files;
+    only the first of them says it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # the first speaks before torchrun, seeing one end, ends all
+        time.sleep(1)  # lets the first speak before torchrun sees a rank end and ends all
         sys.exit(2)
     fail(message)
 
@@ -54,11 +54,11 @@ def outside(what, advice, errors=DAMAGE):
 
 
 def run_cli(main):
-    """Runs main(); what the operating system refuses (full disk, no permission) is one line too."""
+    """Runs main(); an error of the operating system (full disk, no permission) is one line too."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        # glibc would hand large blocks back when they are freed, and each training step fault them
-        # in anew: a tenth of a step's time on a CPU.
+        # glibc would return large blocks to the system when they are freed, and each training step
+        # would fault them in again: a tenth of a step's time on a CPU.
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
     # packed rows keep a file open for every shard, and many systems begin with 1,024 at most
@@ -86,8 +86,8 @@ def run_cli(main):
 
 
 def is_rank() -> bool:
-    """Whether this process is in a group of ranks. Leaving one that others have not left could hang,
-    and the interpreter abort: `end_now`.
+    """Whether this process is in a group of ranks. A normal exit while others are still in it could
+    hang, or make the interpreter abort: use `end_now`.
     """
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized()

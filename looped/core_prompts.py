@@ -39,8 +39,8 @@ def parcae_shots(seed, n, shots):
 
 
 def dclm_shots(seed, n, shots):
-    """The same by llm-foundry's rules: one stream for all; i itself is redrawn; the order is a
-    Python set's.
+    """The same by llm-foundry's rules: one random stream for all examples; a draw of i itself is
+    repeated; the order is a Python set's.
     """
     stream = random.Random(seed)
     for i in range(n):
@@ -108,9 +108,9 @@ class Encoder:
 def line_encoder(enc) -> Encoder:
     """An encoder that tokenises each distinct line once: shots return in many prompts.
 
-    With our pattern a token that goes on after a line end goes on with white space only. So a text
-    may be cut after each line end that none follows: the pieces' tokens are those of the whole.
-    Another pattern's texts are encoded whole.
+    With our pattern, a token that continues past a line end continues with white space only. So a
+    text may be cut after each line end not followed by white space: the pieces' tokens are those
+    of the whole. With another pattern, texts are encoded whole.
     """
     by_line = enc._pat_str == PATTERN
 
@@ -158,9 +158,9 @@ def common_prefix(rows) -> int:
 
 
 def parcae_options(task, question, text: Encoder) -> list[Option]:
-    """Scored is, for mc, what follows the common beginning of all choices; for schema, their common
-    end; for lm, the continuation. Empty where the tokens of an lm prompt do not begin with those of
-    the prompt without its continuation.
+    """What is scored: for mc, what follows the common beginning of all choices; for schema, their
+    common end; for lm, the continuation. No options if the tokens of an lm prompt do not begin with
+    those of the prompt without its continuation.
     """
     row = question.row
     before = "".join(solved(task, shot) + "\n\n" for shot in question.shots)
@@ -180,7 +180,7 @@ def parcae_options(task, question, text: Encoder) -> list[Option]:
         return [Option(x, len(x) - shared) for x in prompts]
     stem = before + question_text(task, row) + task.delimiter
     whole = encode(stem + row["continuation"])
-    start = encode(stem.strip())  # the continuation takes a blank at the stem's end as its own
+    start = encode(stem.strip())  # a blank at the stem's end belongs to the continuation
     if not begins(whole, start):
         return []
     return [Option(whole, len(start))]
@@ -226,9 +226,9 @@ OPTIONS = {"parcae": parcae_options, "dclm": dclm_options, "lambada": lambada_op
 def crop(option: Option, context: int, task: Task, protocol: str):
     """-> (the last `context` tokens, the positions whose next token is scored, what is odd).
 
-    If that cuts into what is scored ("cut"), Parcae slices as Python does: first = 0 gives an empty
-    span, -k the last k tokens. Two public evaluators end with an error on such an example: dclm's,
-    and Parcae's on an lm task where first = 0. Here what is left of the answer is scored.
+    If that cuts into the scored tokens ("cut"), Parcae slices as Python does: first = 0 gives
+    an empty span, -k the last k tokens. Two public evaluators fail on such an example: dclm's, and
+    Parcae's on an lm task where first = 0. There we score what is left of the answer.
     """
     over = max(0, len(option.tokens) - context)
     tokens = option.tokens[over:].copy()  # lets go of the rest
@@ -249,7 +249,7 @@ def crop(option: Option, context: int, task: Task, protocol: str):
 
 @dataclass(eq=False)
 class Span:
-    """Scored tokens of a row. Options that are the same share one."""
+    """Scored tokens of a row. Identical options share one span."""
 
     positions: range  # whose next tokens they are
     targets: np.ndarray  # (len(positions),) they themselves
@@ -285,7 +285,7 @@ class EncodedTask:
 
 def lay_out(number, cropped) -> tuple[list[Row], list[Span | None]]:
     """Rows and spans of an example from its options' (tokens, positions). The model is causal and
-    all options start from the same states: one that is the beginning of another takes no row.
+    all options start from the same states, so an option that is a prefix of another needs no row.
     """
     rows = []
     spans = [None] * len(cropped)

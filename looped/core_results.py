@@ -45,7 +45,7 @@ def spread(per_seed: dict) -> dict:
 
 def accuracy(correct, groups) -> float:
     """The share of right answers: a float32 mean, as in the public evaluators; over several groups
-    (the categories of dclm) the plain mean of theirs.
+    (the categories of dclm) the plain mean of the groups' means.
     """
     means = []
     for group in range(groups.max() + 1):

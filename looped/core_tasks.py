@@ -253,7 +253,7 @@ def bundle_at(path, rank=0):
         return path
     if rank == 0 and not BUNDLE.is_file():
         fetch_bundle()
-    while not BUNDLE.is_file():  # not in a collective, which would give up after minutes
+    while not BUNDLE.is_file():  # polling, since a collective would give up after minutes
         time.sleep(1)
     return BUNDLE
 
@@ -302,7 +302,7 @@ class Panel:
 
     @property
     def averaged(self) -> list[Task]:
-        """The tasks whose mean is the panel's score: one's own count in the panel "own" alone."""
+        """The tasks whose mean is the panel's score; a user's own count only in panel "own"."""
         return self.tasks if self.name == "own" else PANELS[self.name]
 
 

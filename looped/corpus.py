@@ -221,9 +221,9 @@ def stdlib_modules():
 
 
 def build_stdlib(out):
-    """Writes the standard library in FineWeb-Edu's form: a document a module, in the order of the
-    hashes of their names; four training shards and, last, one module in 16 for validation. A folder
-    that has a first shard stays.
+    """Writes the standard library in FineWeb-Edu's form: a document a module, ordered by the hash
+    of its name; four training shards and, last, one module in 16 for validation. A folder
+    that already has a first shard is left alone.
     """
     from pyarrow import parquet, table
 
@@ -303,7 +303,7 @@ def get(url, start=0):
         headers["Authorization"] = f"Bearer {token}"
     response = requests.get(url, headers=headers, stream=True, timeout=(10, 60))
     if response.status_code == 416 and start:
-        return get(url)  # what is here is no shorter than the file: start over
+        return get(url)  # the .part file is no shorter than the whole file: start over
     response.raise_for_status()
     return response
 
@@ -387,7 +387,7 @@ def check_disk(out, todo, size):
 
 
 def download(out, shards):
-    """Fetches what is missing, the validation shard first. Needs no network when nothing is."""
+    """Fetches the missing shards, validation first. Needs no network when none is missing."""
     base = f"{hub()}/datasets/{REPO}/resolve/main/"
     again = "run the same command again, it continues"
     out = Path(out)
@@ -410,12 +410,12 @@ def download(out, shards):
             return
         try:
             size = with_retries(file_size, base + todo[-1])  # they are about equal
-        except GivenUpError as e:  # a host that cannot be reached is met once, not by each shard
+        except GivenUpError as e:  # an unreachable host is reported once, not by each shard
             fail(f"missing: {', '.join(todo)} ({e}); {again}")
         check_disk(out, todo, size)
         first = fetch_shard(todo[0])
-        # Not `with`, which would make Ctrl-C wait; but named, since Ctrl-C is lost in what Python calls
-        # when a pool is freed.
+        # Not `with`, which would make Ctrl-C wait. The pool has a name because Ctrl-C would be lost
+        # in what Python calls when it frees a pool.
         pool = ThreadPoolExecutor(DOWNLOADS)
         reasons = [first, *pool.map(fetch_shard, todo[1:])]
     missing = [f"{name} ({reason})" for name, reason in zip(todo, reasons) if reason]

@@ -99,7 +99,7 @@ def draw(cfg, u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return n, k
 
 
-# Granularities: (sequences of a step, tokens of a sequence) -> the number of the draw that each
+# Granularities: (sequences of a step, tokens of a sequence) -> which draw, by number, each
 # sequence, or token, takes.
 
 
@@ -146,8 +146,8 @@ def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
 
 
 def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, k) of rows at a depth that next to no draw exceeds, one in ten million of the Poisson laws: memory is
-    tried with it.
+    """(n, k) of rows at a depth that almost no draw exceeds (one in ten million of Poisson laws);
+    memory is tried at this depth.
     """
     return draw(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 1 - 1e-5))
 
@@ -178,11 +178,11 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     """The loops of truncated backpropagation: row, or token, i takes n[i] loops without gradient,
     then k[i] with.
 
-    Rows, n and k (B,), deepest first and with n[i] = 0 where k[i] < max(k), as of every law above:
-    without gradient all start together and leave as they finish; with gradient they end together,
-    and a row with k[i] < max(k) joins late, still at h_0. So the active rows are always the first.
-    Other rows, and tokens, n and k (B, T): all are computed in every loop, and one that is done, or
-    waits for the loops with gradient, keeps its state; other tokens still attend to it.
+    Rows, n and k (B,), deepest first, with n[i] = 0 where k[i] < max(k), as under every law above:
+    the loops without gradient start together, and rows leave as they finish; those with gradient
+    end together, and a row with k[i] < max(k) joins late, still at h_0. So the active rows are
+    always the first. Other rows, and tokens, n and k (B, T): every loop computes all of them; one
+    that is done, or waits for its gradient loops, keeps its state; other tokens still attend to it.
     """
     late = k.max() - k  # loops with gradient that pass before a row joins
     # whether the rows of every loop are the first so many
@@ -210,12 +210,12 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
 
 
 def share_out(n: np.ndarray, k: np.ndarray, world: int) -> list[np.ndarray]:
-    """Sequences of a step for each rank: deepest first, given back and forth so that the ranks'
-    work is equal.
+    """Deals a step's sequences to the ranks: deepest first, back and forth, so that the ranks' work
+    is equal.
 
-    A loop without gradient costs 2 units, one with gradient 6. Only depths decide, which
-    are independent of the text, and the step's gradient is a sum over sequences, so who computes
-    which changes nothing but rounding.
+    A loop without gradient costs 2 units, one with gradient 6. The deal depends on depths alone,
+    not on the text, and the step's gradient is a sum over sequences, so which rank computes
+    which sequence changes nothing but rounding.
     """
     cost = 2 * n + 6 * k
     of_sequence = cost.reshape(len(n), -1).sum(1)

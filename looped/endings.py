@@ -48,7 +48,7 @@ def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None
         advice = less_memory(rows, args.batch_size or 1, world)
         return f"out of memory with --device-batch-size {rows} ({one_line(e)}); {advice}"
     if isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
-        # of gloo's words without the place in its source and what it advises
+        # gloo's message, without its place in the source and its advice
         reason = str(e).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         return f"another rank ended or hangs, and said why if it could ({reason})"
     if isinstance(e, OSError) and progress["step"]:
@@ -67,8 +67,8 @@ def catch_signals() -> list[int]:
 def save_last_step(run, step: int) -> None:
     """Saves a run (train.py's Run) that waited for rows in vain or until a signal, which ends it.
 
-    Of several ranks one alone may have failed, and saving waits for all: only after a signal, which
-    goes to all.
+    With several ranks it saves only after a signal, which goes to all: without one, a single rank
+    may have failed, and saving waits for all.
     """
     if run.place.world == 1 or run.data.caught:
         run.save(step)

@@ -42,8 +42,8 @@ def write_atomic(path, content):
 
 @contextlib.contextmanager
 def lock(folder, verb="written"):
-    """Makes the folder; `with lock(folder):` keeps other processes from it until the block, or this
-    process, ends, even if killed. Programs that this one starts do not keep it.
+    """Makes the folder; `with lock(folder):` keeps other processes out until the block ends, or
+    this process does, even if killed. Programs that this one starts do not inherit the lock.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder) / LOCK, "w") as file:

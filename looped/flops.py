@@ -6,11 +6,11 @@ from looped.depth import mean_loops
 def flops_per_token(cfg, injection, attention: bool = True) -> float:
     """Training FLOPs per token, 2 N1 + 6 N2 + attention (paper, appendix "FLOP estimate").
 
-    N1 are the effective parameters run without gradient, N2 those with, at the means of the depth
-    law. The head counts; token and value tables do not, nor do a mechanism's gates and queries
-    (below 1 % of a core layer at 140M). injection: the class of the linear path, which says whether
-    it multiplies the state by a matrix in every loop, and the input by how many once. attention:
-    whether its products of all pairs of tokens (PaLM's count) are counted too.
+    N1 counts the effective parameters run without gradient, N2 those with, at the means of the
+    depth law. The head counts; token and value tables do not, nor do a mechanism's gates and
+    queries (below 1 % of a core layer at 140M). injection: the class of the linear path, which says
+    if every loop multiplies the state by a matrix, and by how many the input is multiplied once.
+    attention: whether the products of all pairs of tokens (PaLM's count) are counted too.
     """
     d = cfg.d_model
     block = cfg.block_matmul()

@@ -28,8 +28,8 @@ class RMSNorm(nn.Module):
 class LinearByCopy(torch.autograd.Function):
     """x Wᵀ, read from a copy of W in the activations' dtype that several calls share.
 
-    W's gradient is made in the copy's dtype, as it is without a copy, but leaves in W's own, so that
-    autograd adds up the calls' in float32. x (..., in), weight and copy (out, in) -> (..., out).
+    W's gradient is computed in the copy's dtype, as without a copy, but returned in W's own, so
+    that autograd sums it over calls in float32. x (..., in), weight, copy (out, in) -> (..., out).
     """
 
     @staticmethod

@@ -51,7 +51,7 @@ def number(value) -> float | None:
     return None if value is None else float(value)
 
 
-# What the files' parts are made into, which must all be there.
+# The parts that the files must all have, and what each is converted to.
 CONFIG = dict.fromkeys(["args", "model", "data", "tokenizer", "git", "versions"], dict)
 CONFIG |= {"device": str, "dtype": str, "params": int, "flops_per_token": float}
 RECORDS = {

@@ -32,7 +32,7 @@ NETWORK = (
     "looped/randomness.py",
 )
 DEVICES = ("auto", "cuda", "mps", "cpu")
-COMPILE_STEPS = 1500  # from which compiling, some minutes, pays on a CPU (LOG.md)
+COMPILE_STEPS = 1500  # from here on, compiling, some minutes, pays on a CPU (LOG.md)
 HANG = timedelta(minutes=5)  # that a rank waits for another; one that dies is noticed at once
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
@@ -101,7 +101,7 @@ def distributed(name: str) -> Place:
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1 and not dist.is_initialized():
         if device.type == "cuda":
-            # else a barrier takes the rank modulo the GPUs that are seen, which may be another card
+            # else a barrier uses GPU (rank modulo the visible GPUs), which may be another card
             dist.init_process_group("nccl", timeout=HANG, device_id=device)
         else:
             dist.init_process_group("gloo", timeout=HANG)
@@ -127,9 +127,9 @@ def cores_at_rest(before: np.ndarray, after: np.ndarray) -> int:
 
 
 def note_busy_cores(place: Place) -> None:
-    """On a CPU: says where other programs are at work on cores that this one has threads for. Threads
-    wait for each other, so one that shares its core holds up all (results/cpu.md). Their number is
-    left alone: it changes rounding, and what else runs here must not.
+    """On a CPU: says if other programs are busy on cores that this one has threads for. Threads
+    wait for each other, so one that shares its core delays all (results/cpu.md). The number of
+    threads is left alone: it changes rounding, and what else runs here must not change a result.
     """
     if place.device.type != "cpu" or place.world > 1 or "OMP_NUM_THREADS" in os.environ:
         return
@@ -266,15 +266,15 @@ def peak_memory(device: torch.device) -> float:
 
 
 def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
-    """One copy to the device, which a GPU need not wait for."""
+    """One copy to the device; a copy to a GPU is asynchronous."""
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def from_device(numbers: dict[str, torch.Tensor], place: Place) -> Callable[[], dict[str, float]]:
-    """Sets scalars on the device on their way -> a function that waits for them and gives them by
-    name; a GPU goes on working meanwhile.
+    """Starts copying scalars from the device -> a function that waits for them and returns them by
+    name; a GPU keeps working meanwhile.
     """
     values = torch.stack(list(numbers.values()))
     arrived = None
@@ -293,9 +293,9 @@ def from_device(numbers: dict[str, torch.Tensor], place: Place) -> Callable[[], 
 
 @contextlib.contextmanager
 def exact_products(device):
-    """Within, float32 products are exact, not TF32, and attention is not cuDNN's, which makes a plan
-    for every new shape. On a CPU each core takes batches of its own: such small products gain
-    little from being split.
+    """A context: float32 products are exact, not TF32, and attention is not cuDNN's, which makes a
+    plan for every new shape. On a CPU torch gets one thread, since each core takes batches of its
+    own: such small products gain little from being split.
     """
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     tf32 = torch.backends.cuda.matmul.allow_tf32

@@ -24,8 +24,8 @@ sampling alike:
 What belongs to a row must be carried in x, or padded: an entry of the history has the rows that were
 active in its loop, and a later loop may have fewer (slice it) or more, which begin at h_0 (pad_rows).
 
-Letters as in model.py; Q loop indices. On the raw loop (`--injection none`) they replace its sum;
-with `--injection diagonal` they act on top of Parcae's linear path.
+Letters as in model.py; Q loop indices. On the raw loop (`--injection none`) mechanisms replace the
+loop's sum; with `--injection diagonal` they act on top of Parcae's linear path.
 """
 
 import math
@@ -128,8 +128,8 @@ class AttnRes(PlainLoop):
     def step(self, h, history, index, propose):
         """h (a, T, D), index (a,) -> h_{t+1} (a, T, D). Appends u_t to the history.
 
-        The rows of an entry are the rows that took its loop, always the first ones: the rest is its
-        mask.
+        An entry has only the rows that took its loop, always the first ones; for the others it is
+        masked out.
         """
         rows, tokens = h.shape[:2]
         history.append(self.entry(propose(h) - h))

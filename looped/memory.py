@@ -1,10 +1,10 @@
 """
-What a training step takes of memory: predicted, tried before the first step, and made to fit.
+The memory that a training step takes: predicted, tried before the first step, and made to fit.
 
 B rows, T tokens a row, D width, V vocabulary; a "block application" is one block run once, with
-gradient if not said otherwise. The formula was fitted to the peaks that torch's allocator saw
+gradient unless said otherwise. The formula was fitted to the peaks that torch's allocator saw
 beside a stand-in for the GPU's driver, which runs no kernel (results/rehearsal.md), and agrees with
-them within 10 % (tests/test_gpu.py). What --mechanism keeps beside is left out, up to 12 %.
+them within 10 % (tests/test_gpu.py). What --mechanism keeps on top, up to 12 %, is left out.
 """
 
 import gc
@@ -28,17 +28,17 @@ HEADROOM = 0.08  # of the free memory: fragments of the allocator, what librarie
 CHUNK = 8192  # tokens whose logits exist at once on a GPU that cannot hold all
 CPU_CHUNK = 256
 
-# Numbers that a block application keeps for the backward pass, per token: so many times D for
-# norms, attention and residuals, and so many times the MLP's width. relu²: its argument and its
-# value; SwiGLU: both factors and their product.
+# Numbers that a block application keeps for the backward pass, per token: the first constant
+# times D for norms, attention and residuals, the second times the MLP's width (relu²: its
+# argument and its value; SwiGLU: both factors and their product).
 KEPT_BESIDE_MLP = 11.2
 KEPT_OF_MLP = {"relu2": 2.0, "swiglu": 3.0}
 INTO_MLP = {"relu2": 1, "swiglu": 2}  # matrices
 # The same where less is kept (keep_less).
 LESS_BESIDE_MLP = 7.1
 LESS_OF_MLP = {"relu2": 1.0, "swiglu": 2.0}
-# Where a device batch of at most so many tokens does not fit, the same batch is tried with less
-# kept for the backward pass before a smaller one is; larger batches are made smaller at once.
+# If a device batch of at most this many tokens does not fit, it is tried with less kept for the
+# backward pass before a smaller one is tried; larger batches are made smaller at once.
 FEW_TOKENS = 16_384
 ROUNDING = 1.02  # what the allocator rounds up, and small buffers
 # Bytes of a logit where nothing is compiled. All at once: log-probabilities and two gradients in
@@ -92,7 +92,7 @@ class MatrixStack:
 
 
 def of_mlp(table: dict, cfg):
-    """The entry of the network's MLP; of one that the table does not know, the largest."""
+    """The table's entry for the network's MLP; for an MLP that it does not list, the largest."""
     return table.get(cfg.mlp, max(table.values()))
 
 
@@ -117,12 +117,12 @@ def other_parameters(cfg) -> int:
 def predict_memory(cfg, step: Step) -> Memory:
     """The peak by part, at the deepest depth to be expected.
 
-    Every device keeps all weights and gradients in float32; of the two moments its part, and with
-    several devices a buffer for that part of the reduced gradient. Muon's second moment is one
+    Every device keeps all weights and gradients in float32, its part of the two moments and, with
+    several devices, a buffer for that part of the reduced gradient. Muon's second moment is one
     number a row or column: left out.
     """
-    # AdamW's largest buffer, a table: compiled, the gradient's square for its norm; else its steps;
-    # and with update clipping two more. Four copies of Muon's largest buffer.
+    # Copies of AdamW's largest buffer, a table. Compiled: one, the gradient's square for its norm;
+    # else three, its steps; two more with update clipping. Of Muon's largest buffer: four.
     copies = 1 if step.compiled else 3
     if step.optimizer == "adamw":
         copies += 2
@@ -133,7 +133,7 @@ def predict_memory(cfg, step: Step) -> Memory:
         if step.optimizer != "muon":
             by_adamw += stack.numbers()
             continue
-        # filled up, so that each device owns as many matrices; updated in thirds: muon.py (small
+        # padded, so that every device owns equally many matrices; updated in thirds: muon.py (small
         # stacks whole, which is a few MB)
         own = math.ceil(stack.count / step.world)
         at_once = math.ceil(own / 3) if step.world > 1 else own
@@ -295,9 +295,9 @@ def steps_to_try(cfg, base: Step, counts: list, chunks: list, less_up_to: float)
     """Steps of so many rows, each with the first loss chunk, then with those that take less memory.
 
     Those of at most `less_up_to` tokens at once are tried once more with less kept for the backward
-    pass. That costs less than half as many rows would: with few tokens, what is done once a
-    micro-batch, casts of the weights and sums of their gradients, takes a large part of a step
-    (parcae-1.3b: some 23 GB of kernels' tensors, and 17 a row).
+    pass. That costs less time than half as many rows would: with few tokens, the work done once a
+    micro-batch, casting weights and summing their gradients, takes a large part of a step
+    (parcae-1.3b: some 23 GB of kernels' tensors, plus 17 GB a row).
     """
     steps = []
     for count, less, chunk in product(counts, (False, True), chunks):
@@ -335,9 +335,9 @@ def usable_memory(free: float) -> float:
 def keep_less(less: bool) -> None:
     """Whether graphs compiled from now on keep less for the backward pass.
 
-    What is elementwise is then made again there; torch's partitioner else keeps what the backward
-    pass reads as a matrix, such as relu² of the MLP's product. No product is made twice. Every rank
-    must say the same, before anything is compiled or after torch._dynamo.reset().
+    The backward pass then recomputes what is elementwise; otherwise torch's partitioner keeps what
+    that pass reads as a matrix, such as relu² of the MLP's product. No product is made twice. Every
+    rank must make the same choice, before anything is compiled or after torch._dynamo.reset().
     """
     from torch._functorch import config
 
@@ -384,8 +384,8 @@ def warm_up(model, rows: int, place: Place) -> None:
     """Compiles all graphs of training and validation, and takes the most memory that they do.
 
     The order matters, since a graph is made for the first sizes that it sees: all rows alike; rows
-    that leave one after the other, then rows that join so, which makes some rows and one; on a GPU,
-    all rows as deep as one draw in ten million; a batch without gradient.
+    that leave one by one, then rows that join one by one, which gives several rows and one; on a
+    GPU, all rows as deep as one draw in ten million; last, a batch without gradient.
     """
     cfg = model.cfg
     tokens = torch.zeros(rows, cfg.seq_len + 1, dtype=torch.int64, device=place.device)

@@ -21,8 +21,8 @@ def preceding(x: torch.Tensor) -> torch.Tensor:
 
 
 def shift_values(k, v):
-    """Keys and values (B, H, T, K) -> the same keys; of the values the second half of channels is the
-    preceding token's. So a token that attends to itself reads two tokens.
+    """Keys and values (B, H, T, K) -> the same keys; the second half of the values' channels is
+    the preceding token's. So a token that attends to itself reads two tokens.
     """
     own, _ = v.chunk(2, dim=-1)
     _, before = preceding(v).chunk(2, dim=-1)
@@ -30,9 +30,9 @@ def shift_values(k, v):
 
 
 def shift_keys(k, v):
-    """Keys and values (B, H, T, K) -> the same values; of the keys the half of channels that rotates
-    more slowly is the preceding token's. So one layer can find what followed an earlier occurrence
-    of the query's token, which otherwise takes two.
+    """Keys and values (B, H, T, K) -> the same values; the half of the keys' channels that rotates
+    more slowly is the preceding token's. So one layer can find what followed an earlier
+    occurrence of the query's token, which otherwise takes two layers.
     """
     # `rope` pairs channel c with c + K/2, and turns the first pairs fastest
     fast, _, fast_partner, _ = k.chunk(4, dim=-1)

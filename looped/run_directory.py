@@ -74,7 +74,7 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
         note_other_code(run, begun)
     elif continued:
         print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
-    if not newest:  # the code may be another than when the run was begun
+    if not newest:  # the code may have changed since the run was begun
         write_atomic(file, json.dumps(config, indent=1).encode())
     write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
     for left in run.glob(".step_*.tmp"):  # of a killed run

@@ -1,5 +1,5 @@
-"""From the flags given to a run's settings: defaults that depend on others, and what does not go
-together.
+"""From the given flags to a run's settings: defaults that depend on others, and combinations that
+are refused.
 """
 
 import math
@@ -80,7 +80,7 @@ def settle_optimizer(args, recipe) -> None:
 
 
 def refuse_given(names, given, why: str) -> None:
-    """Refuses those of the flags in names that were given, which would change nothing."""
+    """Refuses flags in names that were given although they would change nothing."""
     idle = [flag(name) for name in given if name in names]
     if idle:
         refuse(f"{' '.join(idle)} {why}")

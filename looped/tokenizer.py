@@ -24,8 +24,8 @@ PATTERN = (
 
 # Characters given to the tokenizer at once: a run of a million blanks overflows its stack.
 PIECE = 65_536
-# A text is cut before the last space after a non-blank, which no token spans; anyway where there is
-# none.
+# A text is cut before the last space that follows a non-blank, which no token spans; if there is
+# none, after PIECE characters.
 PIECE_PATTERN = re.compile(
     rf".{{1,{PIECE}}}\Z|"  # all of the rest
     rf".{{1,{PIECE}}}(?<=\S)(?= )|"

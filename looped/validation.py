@@ -19,7 +19,7 @@ class HeldOut:
 
 
 def rows_asked(data, tokens: float) -> int:
-    """Validation rows of packed data that --eval-tokens means."""
+    """The number of validation rows of packed data that --eval-tokens asks for."""
     there = data.rows("val")
     if tokens >= there * data.seq_len:
         return there

@@ -1,4 +1,4 @@
-"""Work done beside: by other processes, or a thread that is one item ahead."""
+"""Work done in parallel: by other processes, or by a thread that is one item ahead."""
 
 import ctypes
 import multiprocessing
@@ -28,7 +28,7 @@ def worker_pool(n):
     if n == 1:
         pool = ThreadPoolExecutor(1)
     else:
-        # the tracker of their semaphores, which inherits this, would speak of them after Ctrl-C
+        # the tracker of their semaphores inherits this; it would warn of them after Ctrl-C
         sys.warnoptions.append("ignore:resource_tracker")
         spawn = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(n, spawn, end_with_parent, (os.getpid(),))

@@ -3,7 +3,7 @@ The comparisons of the sources as data: every experiment's arms, each a line of 
 with its place in a table and the source's numbers. Sources: the paper (Parcae; Prairie et al.
 2026) and the post (Exact-ZOH; Huang 2026).
 
-At the small scales (`nano`, `tiny`) an arm trains a number of tokens for each parameter of the
+At the small scales (`nano`, `tiny`) an arm trains `budget` tokens for each parameter of the
 preset of that name (the RDM's models are smaller); at the others the source's tokens. To add an
 experiment, write a function of the scale's name and an entry in EXPERIMENTS.
 """
@@ -136,8 +136,8 @@ def both_gains(row: str, flags: str, **length) -> list[Arm]:
 
 def stability(scale):
     """The paper's five learning rates; at the small scales, whose models bear more, 16 times as
-    large, and 64 times the highest. The paper's ramps of 4,096 steps each are more than a run of
-    ten tokens a parameter has.
+    large, plus 64 times the highest. The paper's ramps of 4,096 steps each are longer than a run of
+    ten tokens a parameter.
     """
     rates = [2e-4, 4e-4, 6e-4, 8e-4, 1e-3]
     factor = 1
@@ -161,7 +161,7 @@ def stability(scale):
 
 
 def components(scale):
-    """One change a row. C stays in all of them, but at nano, which has none; nor has it B, which
+    """One change a row. All rows keep C, except at nano, which has none; nor has nano the B that
     concatenation has.
     """
     concat = "--injection concat --granularity batch --no-prelude-norm"
@@ -203,8 +203,8 @@ def bridge(scale):
 
 
 def frame(scale):
-    """What the looped frame costs beside a Transformer: B, C, the prelude norm and the random start;
-    with eight loops, and with one, where loops give nothing back. Last, what becomes of the decay
+    """What the looped frame (B, C, prelude norm, random start) costs against a Transformer; with
+    eight loops, and with one, where looping gives nothing back. Last, what becomes of the decay
     at mu_rec 2.
     """
     paper = "--input-matrix --readout --prelude-norm --state-init like-init"
@@ -276,8 +276,8 @@ def early_rdm(means: list[tuple], tokens: float) -> list[Arm]:
 
 
 def mechanisms(scale):
-    """Shorter and longer: the post's 0.2B, the best of its run, and 0.5B tokens; 0.4 and 1 times the
-    tokens at the small scales. The post does not state this recipe: 3.6761 is its no-SD probe's.
+    """Two lengths: the post's 0.2B tokens, the best of its run, and 0.5B; at the small scales 0.4
+    and 1 times the tokens. The post does not state this recipe: 3.6761 is its no-SD probe's.
     """
     probe = no_stochastic_depth(scale)
     loops = {"": "", ", Loop AttnRes": "--mechanism attnres"}

@@ -3,10 +3,10 @@ What runs have learned to copy, and with which layer.
 
     python -m studies.copying RUN… --out results/copying
 
-A token is foretold where the two tokens before it stood in the row earlier and were followed,
-the last time, by the same token: the loss of these tokens, and of all others. And the share of
-each layer's attention that falls on the preceding token, and on what followed an earlier
-occurrence of the query's own token, which is where a layer that copies looks. At the small scales runs that differ
+A token is foretold if the two tokens before it occurred earlier in the row and were followed, the
+last time, by the same token. Measured: the loss of these tokens and of all others; each layer's
+share of attention on the preceding token, and on what followed an earlier occurrence of the
+query's own token, which is where a layer that copies looks. At the small scales runs that differ
 in the seed alone may differ in which layer copies, and then in their loss.
 """
 
@@ -102,8 +102,8 @@ def attention_shares(model, ids, keys) -> dict[int, dict]:
 
 
 def arm_of(cfg, told: dict) -> str:
-    """The preset, and the fields of the network and the recipe that are not as it has them, lengths
-    apart.
+    """The preset, and the fields of the network and the recipe that differ from the preset's,
+    lengths apart.
     """
     preset = told["preset"]
     own = told | asdict(cfg)
@@ -143,7 +143,7 @@ def measure(path: Path, args) -> dict:
 
 
 def difference_table(runs: pd.DataFrame) -> list[str]:
-    """The table of losses less those of the first arm of as many tokens, paired by seed."""
+    """A table of losses minus those of the first arm with as many tokens, paired by seed."""
     first = {}
     rows = []
     for (arm, *length), found in runs.groupby(ARM, sort=False):

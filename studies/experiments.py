@@ -10,10 +10,10 @@ and writes a page.
     python -m studies.experiments gains --page # only writes the page, from the ledger
     python -m studies.experiments import RUN… # takes finished runs of train.py into the ledger
 
-Runs lie in runs/studies/; a begun one continues, one in results/runs.jsonl (same flags, seed
+Runs are kept in runs/studies/: a begun one continues; one in results/runs.jsonl (same flags, seed
 and data) is not repeated; one that another process is training counts as failed. Written:
-results/NAME-SCALE.md (of the default rows NAME-SCALE-stdlib.md) and its figures, over what is
-there. A run that diverges is a result.
+results/NAME-SCALE.md (for the default rows NAME-SCALE-stdlib.md) and its figures, replacing older
+ones. A run that diverges is a result.
 """
 
 import argparse
@@ -99,8 +99,8 @@ def length_flags(arm: Arm, args) -> list[str]:
 
 
 def arm_flags(arm: Arm, args) -> list[str]:
-    """All flags of an arm but --seed and --out. The last of a repeated flag counts: the user's own
-    come last.
+    """All flags of an arm but --seed and --out. If a flag is repeated the last counts, so
+    the user's own come last.
     """
     experiment = EXPERIMENTS[args.name]
     flags = ["--preset", preset(arm.preset, args.scale), *length_flags(arm, args)]
@@ -204,7 +204,7 @@ def evaluate_core(jobs: list[Job], args) -> None:
 
 
 def fill_in(jobs: list[Job], rows: str | None) -> list[Job]:
-    """Gives the arms of each job its line of the ledger; -> jobs without a line."""
+    """Gives each job's arms the job's line of the ledger; -> jobs without a line."""
     lines = ledger.read_ledger()
     todo = []
     for job in jobs:
@@ -218,8 +218,8 @@ def fill_in(jobs: list[Job], rows: str | None) -> list[Job]:
 
 
 def known_rows(jobs: list[Job], beginning: str) -> str | None:
-    """The hash of the rows that the ledger's lines of these jobs were trained on, or the one with
-    this beginning.
+    """The hash of the rows that these jobs' runs in the ledger were trained on; of several, the one
+    with this beginning.
     """
     used = set()
     for line in ledger.read_ledger():

@@ -7,8 +7,8 @@ fitted by the Huber loss, delta 1e-3, on log L. Rows of data are a frame with a 
 (run, depth) and the columns run, mu_rec, depth, tokens (D), flops and budget (the run's
 FLOPs), n_eff (N), loss, and best (the run's loss at depth mu_rec). N(mu), "if you were to
 unroll all loops into real parameters", counts every parameter, those in the loop (core blocks,
-their value tables, A, dt, B) mu times: of the readings tried (tests) the nearest to the errors
-stated by the paper. mu_rec 1 is the fixed-depth baseline, in no fit.
+their value tables, A, dt, B) mu times: of the readings that the tests try, the one whose errors
+come nearest to the paper's. mu_rec 1 is the fixed-depth baseline, in no fit.
 """
 
 import math
@@ -195,7 +195,7 @@ class Fit:
     # (1 + RESAMPLES, 8) logs of all parameters: the fit, then the bootstrap over whole runs
     logs: np.ndarray
     errors: dict[str, float]  # percent, or sums of the Huber loss
-    # the same of each budget in FLOPs, predicted from the others
+    # the same errors, of each budget in FLOPs as predicted from the others
     without: dict[float, dict]
     held_out: dict = field(default_factory=dict)  # the same of runs that were not fitted
 
@@ -285,8 +285,8 @@ def fit_isoflop(rows: pd.DataFrame, rng, left: list[str]) -> dict:
 
 
 def lowest_point(grid: pd.DataFrame, residuals: list[float], rng) -> dict:
-    """A budget's best mu and tokens, the fit first and then RESAMPLES bootstraps; inside: not at an
-    end of the grid.
+    """A budget's best mu and tokens, the fit first and then RESAMPLES bootstraps; inside: whether
+    the best is within the grid, not at an end of it.
 
     grid: its runs by x = log2 mu, with the parabola's losses "smooth".
     """
@@ -338,8 +338,8 @@ def fit_form(name: str, depth, loss) -> dict:
 
 
 def fit_curves(rows: pd.DataFrame) -> dict:
-    """Each run's loss against depth in the paper's four forms: Huber in sample and, fitted to depths
-    <= mu, beyond mu.
+    """Each run's loss against depth in the paper's four forms: the Huber loss in sample and, for
+    fits to depths <= mu, beyond mu.
     """
     curves = []
     scores = []

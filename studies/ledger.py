@@ -28,9 +28,9 @@ from model import ModelConfig
 LEDGER = Path("results/runs.jsonl")
 CURVE_POINTS = 20
 LOGGED = ["loss", "state_norm", "residual"]  # of the training log
-# Settings that decide nothing (CHANGEABLE), or that are told by others: the preset by the network
-# and the rates, the length in tokens or FLOPs by the steps. The validation set decides the number
-# measured.
+# Settings that decide nothing (CHANGEABLE), or that others imply: the network and the rates imply
+# the preset, the steps the length in tokens or FLOPs. eval_tokens is not one of them: the
+# validation set decides the number measured.
 UNTOLD = (CHANGEABLE | {"preset", "tokens", "flops", "dtype"}) - {"eval_tokens"}
 
 

@@ -257,8 +257,8 @@ def of_fit(path: Path, preset: str) -> Known:
 
 
 def advise(args) -> None:
-    """Prints the measured optima, their power law's mu_rec for a budget, and that of lowest
-    predicted loss.
+    """Prints the measured optima, the mu_rec that their power law gives for a budget, and the
+    mu_rec of lowest predicted loss.
     """
     known = of_fit(args.fit, args.preset) if args.fit else of_paper(args.preset)
     first, last = known.grid[0], known.grid[-1]

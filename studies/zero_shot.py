@@ -1,11 +1,11 @@
 """
-The columns of the paper's table 1 for finished runs: validation perplexity, a token's, and tasks of
-EleutherAI's harness: accuracies, and WikiText's perplexity.
+The columns of the paper's table 1 for finished runs: validation perplexity per token and, from
+EleutherAI's harness, the accuracies of tasks and WikiText's perplexity.
 
     python -m studies.zero_shot RUN… --tasks hellaswag,piqa,sciq,wikitext # pip install lm_eval
 
 Each run's numbers go to its zero_shot.json; a page of all of them to --out. The paper does not say
-what its WikiText perplexity counts; the harness' first measure, taken here, is a word's.
+what its WikiText perplexity counts; the harness' first measure, used here, is per word.
 """
 
 import json

@@ -3,8 +3,8 @@ Hugging Face's tokenizer.json (byte-level BPE) from ours and back, without its l
 convert.py.
 
 Its file lists the pairs to merge, ours the tokens in the order in which they arise. Within a
-token's bytes merging takes the same steps in any text and alone, so that a token arises from one
-pair only, and either list gives the other. The library reads "<|bos|>" in a text as the special
+token's bytes, merging takes the same steps in any text as alone, so a token arises from only one
+pair, and either list gives the other. The library reads "<|bos|>" in a text as the special
 token, our `encode` as those seven characters.
 """
 
@@ -86,10 +86,10 @@ def tokenizer_to_hf(path) -> dict:
 
 
 def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
-    """Their file -> ours, and for each of our ids theirs: our specials are the last ids, theirs
+    """Their file -> ours, and their id for each of ours: our specials have the last ids, theirs
     often the first.
 
-    ValueError, or what else a malformed file leads to, where it is not plain byte-level BPE.
+    Raises ValueError, or whatever a malformed file leads to, if it is not plain byte-level BPE.
     """
     model = data["model"]
     split, level = data["pre_tokenizer"]["pretokenizers"]

@@ -56,8 +56,8 @@ CARDS = {
 CONTEXT = 0.6 * GIB  # CUDA's context and the kernels
 BACKWARD_ATTENTION = 0.8  # of the forward pass's rate
 
-# Bytes that elementwise kernels move, per token and number of D, as Inductor's kernels do: of a
-# block application without gradient, of one with gradient (forward and backward); and per logit.
+# Bytes that Inductor's elementwise kernels move, per token and unit of D: in a block application
+# without gradient, in one with gradient (forward and backward); and per logit.
 BYTES_WITHOUT_GRADIENT = 46
 BYTES_WITH_GRADIENT = 130
 BYTES_TO_KEEP_LESS = 25  # more, where less is kept for the backward pass
@@ -86,7 +86,7 @@ def step_seconds(cfg: ModelConfig, step: Step, tokens: int, card: Card) -> dict[
 
     The cards share the update: Muon's products, and the bytes of weights, gradients and moments.
     exchange: the gradients' reduce-scatter and the weights' all-gather, float32, counted as if
-    nothing ran beside them: `muon.Reducer` hides a part of the first.
+    they overlapped with nothing, though `muon.Reducer` hides a part of the first.
     """
     own = tokens / step.world
     without = cfg.n_core * (cfg.mu_rec - cfg.mu_bwd)  # layers run without gradient, and with it

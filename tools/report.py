@@ -3,7 +3,7 @@
     python -m tools.report runs/tiny-euler-s0 runs/tiny-zoh-s0  # report.md in their common parent
     python -m tools.report runs/tiny-*-s* --out results/gains   # several seeds an arm: t intervals
 
-Reads config.json, log.jsonl and, where they are, core_*_*.json. The others are compared with the
+Reads config.json, log.jsonl and, if present, core_*_*.json. Every other run is compared with the
 first run. Runs that differ in nothing but the seed form an arm; arms are paired
 by seed. Losses: nats per token.
 """

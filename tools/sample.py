@@ -3,10 +3,10 @@
     python -m tools.sample RUN --prompt "The sea" --depth 8
     python -m tools.sample RUN --prompt "The sea" --depth auto --exit-threshold 5e-4 --num 4
 
-auto: a token leaves the loop when KL(answer_t || answer_{t-1}), an answer being the model's
-answer after loop t, falls under the threshold (Geiping et al., arXiv 2502.05171, "zero-shot
-adaptive compute"). A token is a function of (seed, sample, position) and the text before it: of no
-generator's state, of no other sample.
+auto: a token leaves the loop when KL(answer_t || answer_{t-1}) falls under the threshold, where
+answer_t is the model's next-token distribution after loop t (Geiping et al., arXiv 2502.05171,
+"zero-shot adaptive compute"). A token is a function of (seed, sample, position) and the text
+before it: not of a generator's state, nor of any other sample.
 """
 
 import codecs
@@ -128,10 +128,10 @@ def pick(logits, u, how: Sampling):
 
 @torch.no_grad()
 def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampling):
-    """Goes on from a prompt in one text for each key, from which its randomness comes.
+    """Continues a prompt in one text for each key; a text's randomness comes from its key.
 
-    Yields ({row: next token} of the rows going on, the loops that the tokens just read took), until
-    each has its tokens, met a stop, or filled the context.
+    Yields ({row: next token} of the rows still going, the loops that the tokens just read took)
+    until each row has its tokens, has met a stop, or has filled the context.
     """
     device = model.cos.device
     row_keys = torch.tensor(keys, device=device)

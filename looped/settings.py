@@ -159,8 +159,11 @@ def check_meaning(preset: str, given: dict, settings: dict) -> None:
         refuse(f"--mu-rec {settings['mu_rec']} is more than {MAX_MU_REC:,}")
 
 
-def check_rows(data, cfg, batch_size: int) -> None:
-    """Refuses packed rows of another tokenizer, length or vocabulary, or too few for one step."""
+def check_rows(data, cfg, batch_size: int | None) -> None:
+    """Refuses packed rows of another tokenizer, length or vocabulary, or too few for one step.
+
+    batch_size: None if no step is to be taken.
+    """
     folder = data.folder
     if file_hash(folder / "tokenizer.json") != data.manifest["tokenizer_sha256"]:
         refuse(f"{folder}/tokenizer.json is not the tokenizer of these rows; run pack again")
@@ -177,7 +180,7 @@ def check_rows(data, cfg, batch_size: int) -> None:
         misfit = f"packed with {' and '.join(packed)}, the model has {' and '.join(wanted)}"
         refuse(f"{folder} was {misfit}; try {' '.join(flags)} or pack again")
     there = data.rows("train")
-    if data.manifest["complete"] and there < batch_size:
+    if batch_size and data.manifest["complete"] and there < batch_size:
         advice = f"give more text, or try --batch-size {there}"
         refuse(
             f"{folder} has {there} training rows, fewer than --batch-size {batch_size}; {advice}"

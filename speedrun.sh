@@ -22,7 +22,7 @@ TOKENS=${TOKENS:-}                                                      # of eac
 NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 1))}                                # processes of a training: one a GPU
 JOBS=${JOBS:-$([ "$GPUS" -gt 0 ] && echo 1 || getconf _NPROCESSORS_ONLN)} # trainings side by side, on a CPU a core each
 SEED=${SEED:-0}                                                         # of weights, row order, depths, initial states
-RUN=${RUN:-$PRESET-$(basename -- "$DATA")-s$SEED}                          # results go to runs/$RUN
+RUN=${RUN:-$PRESET-$(basename -- "$DATA")-s$SEED}                       # results go to runs/$RUN
 LONG_DOCS=${LONG_DOCS:-$([ "$GPUS" -gt 0 ] && echo crop || echo split)} # crop: the paper's, but with short rows it drops most of the text
 BUNDLE=${BUNDLE:-}                                                      # CORE task data: zip or folder (default: fetch)
 PROMPT=${PROMPT:-$([ "$DATA" = stdlib ] && echo 'def ' || echo The)}    # what the samples at the end begin with

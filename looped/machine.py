@@ -32,7 +32,7 @@ NETWORK = (
     "looped/randomness.py",
 )
 DEVICES = ("auto", "cuda", "mps", "cpu")
-COMPILE_STEPS = 1500  # from here on, compiling, some minutes, pays on a CPU (LOG.md)
+COMPILE_STEPS = 1500  # from so many on, compiling, which takes minutes, pays on a CPU (LOG.md)
 HANG = timedelta(minutes=5)  # that a rank waits for another; one that dies is noticed at once
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,

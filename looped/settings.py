@@ -167,20 +167,17 @@ def check_rows(data, cfg, batch_size: int | None) -> None:
     folder = data.folder
     if file_hash(folder / "tokenizer.json") != data.manifest["tokenizer_sha256"]:
         refuse(f"{folder}/tokenizer.json is not the tokenizer of these rows; run pack again")
-    packed = []
-    wanted = []
-    flags = []
-    for name in ("seq_len", "vocab_size"):
-        found = data.manifest[name]
-        if found != getattr(cfg, name):
-            packed.append(f"{name} {found}")
-            wanted.append(str(getattr(cfg, name)))
-            flags.append(f"{flag(name)} {found}")
-    if packed:
-        misfit = f"packed with {' and '.join(packed)}, the model has {' and '.join(wanted)}"
-        refuse(f"{folder} was {misfit}; try {' '.join(flags)} or pack again")
+    found = data.manifest
+    misfits = [name for name in ("seq_len", "vocab_size") if found[name] != getattr(cfg, name)]
+    if misfits:
+        packed = " and ".join(f"{name} {found[name]}" for name in misfits)
+        wanted = " and ".join(str(getattr(cfg, name)) for name in misfits)
+        flags = " ".join(f"{flag(name)} {found[name]}" for name in misfits)
+        refuse(
+            f"{folder} was packed with {packed}, the model has {wanted}; try {flags} or pack again"
+        )
     there = data.rows("train")
-    if batch_size and data.manifest["complete"] and there < batch_size:
+    if batch_size and found["complete"] and there < batch_size:
         advice = f"give more text, or try --batch-size {there}"
         refuse(
             f"{folder} has {there} training rows, fewer than --batch-size {batch_size}; {advice}"

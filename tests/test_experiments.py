@@ -488,15 +488,11 @@ def test_sampled_depths_follow_the_formulas(mu_bwd):
         assert np.abs(share - formula).max() < 5 * math.sqrt(0.25 / 100_000)
 
 
-def steps_of(losses):
-    return ledger.steps_of([{"step": i, "loss": loss} for i, loss in enumerate(losses, 1)])
-
-
 def test_half_a_nat_above_the_lowest_or_above_the_start_is_a_divergence():
     fall = [8 - 4 * i / 100 for i in range(100)]
-    assert ledger.divergence(steps_of([*fall, *[4.4] * 100]), False) is None
-    assert ledger.divergence(steps_of([*fall, *[4.8] * 100]), False) is not None
-    assert ledger.divergence(steps_of([*[7.8] * 50, *[8.0] * 50]), False) > 50
+    assert ledger.divergence(steps([*fall, *[4.4] * 100]), False) is None
+    assert ledger.divergence(steps([*fall, *[4.8] * 100]), False) is not None
+    assert ledger.divergence(steps([*[7.8] * 50, *[8.0] * 50]), False) > 50
 
 
 def test_curve_and_numbers_of_a_log():

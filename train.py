@@ -52,7 +52,7 @@ from looped.console import (
 from looped.core_tasks import bundle_at, load_panel
 from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
-from looped.endings import catch_signals, explain, save_last_step, stop_diverged, stop_flag
+from looped.endings import catch_signals, explain, save_last_step, stop_diverged
 from looped.files import read_checked
 from looped.machine import (
     DEVICES,
@@ -377,15 +377,17 @@ def schedule(step: int, steps: int, args) -> Rates:
 
 
 def training_step(
-    model: Model, optimizer: Optimizer, batch: Batch, rows: int, rates: Rates
+    model: Model, optimizer: Optimizer, batch: Batch, rows: int, rates: Rates, **own
 ) -> dict:
     """Forward, backward and update, in micro-batches of `rows`.
 
+    own: further scalars of this rank, on the device; they are added up over the ranks.
+
     Returns device scalars of the whole step, of all ranks: "loss" (nats per token), "grad_norm2"
-    (before clipping), and `Model.statistics` as means over tokens. Nothing waits for the device,
-    except in the first step on several ranks (muon.Reducer).
+    (before clipping), `Model.statistics` as means over tokens, and the sums of `own`. Nothing waits
+    for the device, except in the first step on several ranks (muon.Reducer).
     """
-    means: dict[str, torch.Tensor] = {}
+    means = {}
     parts = list(batch.parts(rows))
     for part in parts:
         ids = part.tokens[:, :-1]
@@ -398,8 +400,9 @@ def training_step(
             if value.dim():
                 raise ValueError(f"statistic {name} is {tuple(value.shape)}; sum it over tokens")
             means[name] = means.get(name, 0.0) + value / batch.step_tokens
-    out = optimizer.step(rates, torch.stack(list(means.values())))
-    return dict(zip(["grad_norm2", *means], out, strict=True))
+    sums = means | own
+    out = optimizer.step(rates, torch.stack(list(sums.values())))
+    return dict(zip(["grad_norm2", *sums], out, strict=True))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -547,8 +550,10 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
     while step < end and not stopped:
         batch, about = awaited_batch(run, step, pending)
         rates = schedule(step, run.steps, args)
-        result = training_step(run.model, run.optimizer, batch, args.device_batch_size, rates)
-        result["stop"] = stop_flag(run.data.caught, place)
+        asked = torch.full((), float(len(run.data.caught)), device=place.device)
+        result = training_step(
+            run.model, run.optimizer, batch, args.device_batch_size, rates, stop=asked
+        )
         if pending:
             stopped = finish_step(run, pending)
         step += 1

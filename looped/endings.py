@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from looped.checkpoint import checkpoints, join_writer
 from looped.console import one_line
-from looped.machine import Place
 from looped.memory import less_memory
 
 
@@ -93,11 +92,3 @@ def stop_diverged(run, step: int) -> None:
             file=sys.stderr,
         )
     sys.exit(1)
-
-
-def stop_flag(caught: list, place: Place) -> torch.Tensor:
-    """1 on every rank where one of them caught a signal."""
-    asked = torch.full((), float(bool(caught)), device=place.device)
-    if place.world > 1:
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-    return asked

@@ -179,19 +179,16 @@ def stand_ins(case: Case) -> None:
 
 
 SAVE = train.save_checkpoint
-STEP = {
-    name: getattr(train, name)
-    for name in ("next_batch", "training_step", "stop_flag", "from_device")
-}
+STEP = {name: getattr(train, name) for name in ("next_batch", "training_step", "from_device")}
 
 
 def without_waiting(part):
     """The function, which fails if it waits for the device."""
 
-    def run(*given):
+    def run(*given, **named):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return part(*given)
+            return part(*given, **named)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

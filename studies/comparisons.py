@@ -232,7 +232,7 @@ def frame(scale):
 
 
 def rdm(scale):
-    """Table 1's models; studies.zero_shot adds WikiText and the zero-shot tasks."""
+    """Table 1's models; tools/lm_eval.py gives WikiText and the zero-shot tasks."""
     return [
         [Arm("RDM", preset="rdm", tokens=10e9), Arm("Parcae", preset="parcae-rdm", tokens=10e9)]
     ]

@@ -1,7 +1,6 @@
 """The comparisons as data and as a program, the ledger, and the depth laws' formulas."""
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -10,16 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from helpers import refused, run_program, small_model
+from helpers import refused
 
 import train
 from looped import figures
+from looped.depth import sample_depths
 from looped.logs import CoreRules, read_log
-from looped.ops import shift_keys
-from looped.randomness import SEED_EVAL, sequence_key
 from model import ModelConfig, load_run
-from studies import copying, depth_laws, experiments, ledger, pages, zero_shot
+from studies import depth_laws, experiments, ledger, pages
 from studies.comparisons import EXPERIMENTS, Arm, flat, tables_of
 
 SIZES = [
@@ -382,95 +379,7 @@ def test_a_damaged_ledger_is_named(here, capsys):
     )
 
 
-# -- the columns of table 1, and the depth laws
-
-
-def test_zero_shot_scores_and_their_page(packed, here, capsys):
-    results = {
-        "piqa": {"acc,none": 0.6, "acc_norm,none": 0.7},
-        "wikitext": {"word_perplexity,none": 61.5},
-    }
-    (here / "results.json").write_text(json.dumps({"results": results | {"other": {"f1,none": 1}}}))
-    scores = zero_shot.scores_of(here / "results.json", "piqa,wikitext")
-    assert scores == {"piqa": 60.0, "wikitext": 61.5}
-    for task in ("other", "absent"):
-        asked = functools.partial(zero_shot.scores_of, here / "results.json", task)
-        refused(capsys, asked, f"no accuracy or perplexity of {task}")
-    run_program("train.py", "--data", packed, "--out", here / "run", *SIZES)
-    zero_shot.main(["run", "--out", "page"])
-    file = here / "run/zero_shot.json"
-    kept = json.loads(file.read_text())
-    file.write_text(json.dumps(kept | {"tasks": scores}))
-    zero_shot.main(["run", "--out", "page"])
-    row = next(
-        line for line in (here / "page.md").read_text().split("\n") if line.startswith("| run,")
-    )
-    last = json.loads((here / "run/log.jsonl").read_text().split("\n")[-2])
-    perplexity = math.exp(last["loss"]["8"])
-    assert f"| {perplexity:.2f} | 61.50 |" in row and "| 60.00 |" in row
-    file.write_text(json.dumps({"of": "other weights", "tasks": scores}))
-    zero_shot.main(["run", "--out", "page"])
-    assert "61.50" not in (here / "page.md").read_text()
-
-
-def test_foretold_tokens_and_their_losses(packed, here):
-    """ab stands three times: the second time the first's follower comes, the third another."""
-    rows = np.array([[1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7]])
-    assert copying.foretold(rows)[0].nonzero()[0].tolist() == [5]
-    text = np.random.default_rng(0).integers(0, 5, (3, 40))
-    marks = copying.foretold(text)
-    for row, found in zip(text, marks, strict=True):
-        for i in range(39):
-            before = [j for j in range(1, i) if (row[j - 1 : j + 1] == row[i - 1 : i + 1]).all()]
-            assert found[i] == (i > 0 and bool(before) and row[before[-1] + 1] == row[i + 1])
-
-    run_program("train.py", "--data", packed, "--out", here / "run", *SIZES)
-    copying.main(["run", "run", "--rows", "20", "--out", "page"])
-    model = load_run("run")[0]
-    rows = np.load(packed / "val.npy")[:20].astype(np.int64)
-    keys = [sequence_key(SEED_EVAL, i) for i in range(20)]
-    ids = torch.from_numpy(rows)
-    losses = model.losses(ids[:, :-1], ids[:, 1:], [8], torch.tensor(keys))[8].numpy()
-    marks = copying.foretold(rows)
-    line = (here / "page.md").read_text().splitlines()[-2]
-    for part in (losses, losses[marks], losses[~marks]):
-        assert f"{part.mean():.4f}" in line
-
-
-def test_shares_are_of_the_attention_that_is_computed():
-    cfg = ModelConfig(vocab_size=40, seq_len=20, d_model=40, n_head=1, token_shift=True)
-    model = small_model(cfg)
-    ids = torch.randint(0, 6, (3, 20), generator=torch.Generator().manual_seed(0))
-    observer = copying.Observer(model, ids)
-    q, k = torch.randn(2, 3, 1, 20, 40, generator=torch.Generator().manual_seed(1))
-    v = torch.eye(20, 40).expand(3, 1, 20, 40)  # so what comes out are the weights
-    weights = observer.attend(2, q, k, v, shift_keys)[:, 0, :, :20]
-    preceding = weights.diagonal(-1, 1, 2).mean().item()
-    assert observer.shares[2]["preceding"] == pytest.approx(preceding, rel=1e-4)
-
-
-def test_shares_of_even_attention():
-    """Queries of zero attend evenly to themselves and to all before them."""
-    cfg = ModelConfig(
-        vocab_size=40, seq_len=20, d_model=16, n_head=2, d_mlp=24, mu_rec=2, token_shift=True
-    )
-    model = small_model(cfg)
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.q.weight.zero_()
-    ids = torch.randint(0, 6, (3, 20), generator=torch.Generator().manual_seed(0))
-    shares = copying.attention_shares(model, ids, torch.arange(3))
-    followers = []
-    for row in ids.tolist():
-        for t in range(1, 20):
-            count = row[:t].count(row[t])
-            if count:
-                followers.append(count / (t + 1))
-    preceding = np.mean([1 / (t + 1) for t in range(1, 20)])
-    assert list(shares) == list(range(model.cfg.n_layer()))
-    for found in shares.values():
-        assert found["preceding"] == pytest.approx(preceding, rel=1e-5)
-        assert found["followers"] == pytest.approx(np.mean(followers), rel=1e-5)
+# -- the depth laws
 
 
 def test_more_loops_with_gradient_than_loops_are_refused(capsys):
@@ -480,12 +389,18 @@ def test_more_loops_with_gradient_than_loops_are_refused(capsys):
 
 @pytest.mark.parametrize("mu_bwd", [4, 8])
 def test_sampled_depths_follow_the_formulas(mu_bwd):
-    depths = np.arange(40)
-    for law in depth_laws.LAWS:
-        share = depth_laws.sampled(law, 8, mu_bwd, depths, 100_000)
-        formula = depth_laws.probabilities(law, 8, mu_bwd, depths)
+    for law, formula in depth_laws.formulas(np.arange(40), 8, mu_bwd).items():
+        cfg = ModelConfig(mu_rec=8, mu_bwd=mu_bwd, sampling=law)
+        n, k = sample_depths(cfg, 0, 0, 100_000)
+        share = np.bincount(n + k, minlength=40)[:40] / 100_000
         assert formula.sum() == pytest.approx(1, abs=1e-3)
         assert np.abs(share - formula).max() < 5 * math.sqrt(0.25 / 100_000)
+
+
+def test_the_page_has_a_row_for_each_law(here):
+    depth_laws.main(["--mu-rec", "4", "--mu-bwd", "2"])
+    text = (here / "results/depth-laws.md").read_text()
+    assert text.count("| poisson-") == 3 and (here / "results/depth-laws.png").is_file()
 
 
 def test_half_a_nat_above_the_lowest_or_above_the_start_is_a_divergence():

@@ -13,11 +13,13 @@ first loop. Norms are Euclidean over channels, then averaged over tokens. On a C
 computed in float32, as for CORE.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from core_eval import open_run
 from dataloader import PackedData
@@ -30,6 +32,7 @@ from model import discretise
 
 # not an Apple GPU, which lacks float64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LOOPS = 24  # the largest depth
 OVER_TRAINING = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # depths that have a curve with --checkpoints
 SPECTRA = {"rho": "ρ(Ā)", "carry_norm": "‖Ā‖", "write_norm": "‖B̄‖", "readout_norm": "‖C‖"}
 QUANTILES = {"least": 0.0, "a tenth": 0.1, "median": 0.5, "nine tenths": 0.9, "largest": 1.0}
@@ -54,24 +57,6 @@ def mean_norm(x) -> float:
     return x.double().norm(dim=-1).mean().item()
 
 
-def norms_through(stages: list[str], modules, run):
-    """(run()'s result, {stage: norm} of the first module's input and of each module's output) while
-    run() calls them.
-    """
-    norms = []
-
-    def note(module, inputs, output):
-        if not norms:
-            norms.append(mean_norm(inputs[0]))
-        norms.append(mean_norm(output))
-
-    hooks = [module.register_forward_hook(note) for module in modules]
-    result = run()
-    for hook in hooks:
-        hook.remove()
-    return result, dict(zip(stages, norms))
-
-
 @torch.no_grad()
 def stage_norms(model, ids, keys) -> dict:
     """Norms after the stages of the prelude and of loop 1.
@@ -80,39 +65,41 @@ def stage_norms(model, ids, keys) -> dict:
     h_0, after the injection, each core block and, in the raw loop, the subtraction of e. A
     mechanism acts on what comes out of that.
     """
-    first = model.cfg.n_prelude
-    last = first + model.cfg.n_core
-    names = [f"block {i + 1}" for i in range(last)]
-    prelude = list(model.blocks[:first])
-    if model.cfg.prelude_norm:
-        prelude.append(model.norm_e)
-    stages = ["embedding", *names[:first], "e"]
-    (h, inputs), before = norms_through(stages, prelude, lambda: model.enter_loop(ids, keys))
-    t = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-    core = model.blocks[first:last]
-    stages = ["injection", *names[first:]]
-    x, loop = norms_through(stages, core, lambda: model.core_step(h, inputs, t))
-    loop = {"h_0": mean_norm(h)} | loop
+    stages = {model.wte: "embedding", model.norm_e: "e"}
+    for number, block in enumerate(model.blocks, 1):
+        stages[block] = f"block {number}"
+    norms = {}  # in the order in which the stages run
+
+    def note(module, inputs, output):
+        if module in stages:
+            norms[stages[module]] = mean_norm(output)
+
+    with register_module_forward_hook(note):
+        h, inputs = model.enter_loop(ids, keys)
+        prelude = dict(norms)
+        norms.clear()
+        x = model.core_step(h, inputs, ids.new_zeros(len(ids)))
+    loop = {"h_0": mean_norm(h), "injection": mean_norm(model.injection.inject(h, inputs))}
+    loop |= norms
     if model.cfg.injection == "none":
         loop["less e"] = mean_norm(x)
-    return {"prelude": before, "first loop": loop}
+    return {"prelude": prelude, "first loop": loop}
 
 
 @torch.no_grad()
 def loop_norms(model, ids, keys, loops: int) -> dict:
-    """{"state": {depth: ‖h‖}, "residual": {depth: ‖h - previous h‖}, "expansion": {depth: ‖C h‖/‖h‖}}, of
-    h_0 and after each loop.
-    """
+    """{"state": {depth: ‖h‖}, "residual": {depth: ‖h - previous h‖}, "expansion": {depth: ‖C h‖/‖h‖}}."""
     found = {"state": {}, "residual": {}, "expansion": {}}
     previous = None
-    for depth, h in model.states(ids, list(range(loops + 1)), keys):
-        found["state"][depth] = mean_norm(h)
+    for depth, h in model.states(ids, range(loops + 1), keys):
+        x = h.double()
+        found["state"][depth] = mean_norm(x)
         if depth:
-            found["residual"][depth] = mean_norm(h.double() - previous)
+            found["residual"][depth] = mean_norm(x - previous)
             if model.C is not None:
-                ratio = model.C(h).double().norm(dim=-1) / h.double().norm(dim=-1)
+                ratio = model.C(h).double().norm(dim=-1) / x.norm(dim=-1)
                 found["expansion"][depth] = ratio.mean().item()
-        previous = h.double()
+        previous = x
     return found
 
 
@@ -124,104 +111,62 @@ def channels(model) -> dict:
     rates = (model.injection.A_log, model.injection.dt_bias)
     decay, gain = discretise(*rates, model.cfg.gain)
     _, dt = discretise(*rates, "euler")
-    q = torch.tensor(list(QUANTILES.values()), device=dt.device)
-    found = {"decay": decay.quantile(q), "gain/Δ": (gain / dt).quantile(q)}
-    return {name: dict(zip(QUANTILES, values.tolist())) for name, values in found.items()}
+    values = torch.stack([decay, gain / dt]).cpu()
+    found = values.quantile(torch.tensor(list(QUANTILES.values())), dim=1)
+    return pd.DataFrame(found, list(QUANTILES), ["decay", "gain/Δ"]).to_dict()
 
 
-def measure(model, ids, keys, loops: int) -> dict:
-    """All numbers of a model on rows of tokens (rows, T)."""
-    found = stage_norms(model, ids, keys) | loop_norms(model, ids, keys, loops)
-    return found | {"spectra": model.spectra()} | channels(model)
-
-
-def validation_rows(path: Path, model, config: dict, args) -> tuple:
-    """The first validation rows (rows, T + 1) for a run, of --data or its own; their folder; and
-    their keys.
-    """
-    packed = PackedData(args.data or config["data"]["path"])
-    if packed.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
-        fail(f"{packed.folder} does not fit {path}: it needs rows of its own tokenizer")
-    numbers = np.arange(min(args.rows, packed.rows("val")))
-    device = model.cos.device
-    rows = torch.from_numpy(packed.get("val", numbers))[:, : model.cfg.seq_len + 1].to(device)
-    return rows, packed.folder, sequence_keys(SEED_EVAL, each=numbers, device=device)
-
-
-def measure_run(path: Path, args) -> list[dict]:
-    """What is measured of a run's newest checkpoint or, with --checkpoints, of each by step."""
+def measure_run(path: Path, args) -> Iterator[dict]:
+    """Yields what is measured of a run's newest checkpoint or, with --checkpoints, of each by step."""
     model, _, config = open_run(path, DEVICE)
     if model.cfg.n_core == 0:
         fail(f"{path} has no loop to look into; leave it out")
-    rows, _, keys = validation_rows(path, model, config, args)
-    ids = rows[:, :-1]
-    files = checkpoints(path) if args.checkpoints else [path / config["checkpoint"]]
+    data = PackedData(config["data"]["path"])
+    if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
+        fail(f"{data.folder} does not fit {path}: it needs rows of its own tokenizer")
+    numbers = np.arange(min(args.rows, data.rows("val")))
+    rows = torch.from_numpy(data.get("val", numbers))
+    ids = rows[:, :-1][:, : model.cfg.seq_len].to(DEVICE)
+    keys = sequence_keys(SEED_EVAL, each=numbers, device=DEVICE)
+    command = config.get("command", "imported weights")
     batch = config["args"].get("batch_size", 0)  # imported weights have none
-    tokens = batch * model.cfg.seq_len  # a step
-    found = []
-    for file in files:
-        if args.checkpoints:
-            with outside(f"{file} is damaged", "delete it, or leave --checkpoints out"):
-                model.load_state_dict(read_checkpoint(file)["model"])
+    for file in checkpoints(path) if args.checkpoints else [path / config["checkpoint"]]:
+        with outside(f"{file} is damaged", "delete it, or leave --checkpoints out"):
+            model.load_state_dict(read_checkpoint(file)["model"])
         step = step_of(file)
-        name = f"step {step}"
+        ratio = step * batch * model.cfg.seq_len / config["params"]
         about = {
-            "name": name if args.checkpoints else f"{path.name}, {name}",
+            "name": f"step {step}" if args.checkpoints else f"{path.name}, step {step}",
             "step": step,
             "tokens": ids.numel(),
-            "command": config.get("command", "imported weights"),
-            "tokens_per_param": step * tokens / config["params"],
+            "about": f"`{command}`: {ratio:.2g} tokens a parameter at step {step}.",
+            "spectra": model.spectra(),
         }
-        found.append(about | measure(model, ids, keys, args.loops))
-    return found
+        norms = stage_norms(model, ids, keys) | loop_norms(model, ids, keys, LOOPS)
+        yield about | norms | channels(model)
 
 
-# -- the page
-
-
-def frame_of(runs: list[dict], key: str) -> pd.DataFrame:
-    """A row for each depth, stage or quantile that any run has, a column for each run."""
-    values = [run.get(key, {}) for run in runs]
-    frame = pd.DataFrame(values, index=[run["name"] for run in runs], dtype=float).T
-    return frame.rename(index=SPECTRA).dropna(how="all").rename_axis(index=key)
-
-
-def figures(runs: list[dict], out: Path, checkpoints: bool) -> list[str]:
-    """A figure for each quantity: against depth, stage or quantile, a curve for each run; or over
-    training, a curve for each depth, stage or quantile.
+def picture(key: str, frame: pd.DataFrame, steps: list[int], out: Path) -> list[str]:
+    """The figure of a quantity: against depth, stage or quantile, a curve for each run; or, where
+    there are steps, over training, a curve for each depth, stage or quantile.
     """
-    lines = []
-    for key, label in QUANTITIES.items():
-        frame = frame_of(runs, key)
-        file, scale, caption = "norms", "log", label
-        xlabel = "depth, loops" if label.endswith("by depth") else ""
-        if checkpoints:
-            if label.endswith("by depth"):
-                frame = frame[frame.index.isin(OVER_TRAINING)]
-            frame = frame.T.set_axis([run["step"] for run in runs])
-            file, scale, xlabel, caption = "training", "linear", "step", f"Over training: {label}"
-        curves = []
-        for _, values in frame.items():  # the runs may have different numbers of blocks
-            known = values.dropna()
-            curves.append((known.index.to_numpy(), known.to_numpy()))
-        plot = Plot(xlabel, label, curves, {"yscale": scale})
-        picture = out / f"{file}-{key.removesuffix('/Δ').replace(' ', '-')}.png"
-        lines += figure(picture, f"{caption}.", list(map(str, frame)), [plot])
-    return lines
-
-
-def page(runs: list[dict], pictures: list[str]) -> list[str]:
-    lines = ["# Norms in the loop", ""]
-    newest = {run["command"]: run for run in runs}
-    for command, run in newest.items():
-        ratio = f"{run['tokens_per_param']:.2g} tokens a parameter"
-        lines += [f"`{command}`: {ratio} at step {run['step']}.", ""]
-    lines += [f"{runs[0]['tokens']:,} validation tokens; {EXPLANATION}", "", *pictures]
-    for key, label in QUANTITIES.items():
-        frame = frame_of(runs, key).map(fmt, spec=".4g")
-        if len(frame):
-            lines += [f"## {label}", "", *frame_table(frame)]
-    return lines
+    label = QUANTITIES[key]
+    by_depth = label.endswith("by depth")
+    file, scale, caption = "norms", "log", label
+    xlabel = "depth, loops" if by_depth else ""
+    if steps:
+        if by_depth:
+            frame = frame[frame.index.isin(OVER_TRAINING)]
+        frame = frame.T.set_axis(steps)
+        file, scale, caption = "training", "linear", f"Over training: {label}"
+        xlabel = "step"
+    curves = []
+    for _, values in frame.items():  # the runs may have different numbers of blocks
+        known = values.dropna()
+        curves.append((known.index.to_numpy(), known.to_numpy()))
+    plot = Plot(xlabel, label, curves, {"yscale": scale})
+    path = out / f"{file}-{key.removesuffix('/Δ').replace(' ', '-')}.png"
+    return figure(path, f"{caption}.", list(map(str, frame)), [plot])
 
 
 def main(argv=None):
@@ -230,9 +175,7 @@ def main(argv=None):
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     add("--checkpoints", action="store_true", help="of one run: all its checkpoints, over training")
     add("--out", type=Path, help="folder to write to (default: the first run)")
-    add("--data", type=Path, help="folder of packed rows (default: the run's own)")
     add("--rows", type=positive_int, default=32, help="validation rows (default: %(default)s)")
-    add("--loops", type=positive_int, default=24, help="largest depth (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.checkpoints and len(args.runs) > 1:
         fail(f"--checkpoints is for one run, not {len(args.runs)}")
@@ -240,8 +183,20 @@ def main(argv=None):
     runs = []
     for path in args.runs:
         runs += measure_run(path, args)
-    out.mkdir(parents=True, exist_ok=True)
-    lines = page(runs, figures(runs, out, args.checkpoints))
+    steps = [run["step"] for run in runs] if args.checkpoints else []
+    lines = ["# Norms in the loop", ""]
+    for run in runs[-1:] if args.checkpoints else runs:
+        lines += [run["about"], ""]
+    lines += [f"{runs[0]['tokens']:,} validation tokens; {EXPLANATION}", ""]
+    tables = []
+    for key, label in QUANTITIES.items():
+        values = [run.get(key, {}) for run in runs]
+        frame = pd.DataFrame(values, [run["name"] for run in runs], dtype=float).T
+        frame = frame.rename(index=SPECTRA).dropna(how="all").rename_axis(index=key)
+        if len(frame):
+            lines += picture(key, frame, steps, out)
+            tables += [f"## {label}", "", *frame_table(frame.map(fmt, spec=".4g"))]
+    lines += tables
     write_atomic(out / "norms.md", "\n".join(lines).encode())
     print(*lines, sep="\n")
     print(f"written: {out}/norms.md and figures")

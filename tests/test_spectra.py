@@ -107,12 +107,12 @@ def test_pages_of_runs_and_of_checkpoints_over_training(packed, tmp_path, monkey
         run_program(
             "train.py", "--data", packed, "--out", tmp_path / name, "--seed", seed, *network
         )
-    measured = ["--loops", "4", "--rows", "3"]
+    measured = ["--rows", "3"]
     spectra.main(["a", "b", *measured, "--out", "both"])
     text = (tmp_path / "both/norms.md").read_text()
     assert f"| ρ(Ā) | {load_run('a')[0].spectra()['rho']:.4g} |" in text
     at_end = cells(text, "state norm ‖h‖ by depth")
-    assert [row[0] for row in at_end[1:]] == list("01234")
+    assert [row[0] for row in at_end[1:]] == [str(depth) for depth in range(25)]
     assert (tmp_path / "both/norms-state.png").is_file()
     spectra.main(["a", *measured, "--checkpoints"])
     text = (tmp_path / "a/norms.md").read_text()

@@ -1,16 +1,16 @@
 """
 Keys and values of past tokens, so that a text can be read piece by piece.
 
-    cache = KVCache(model.cfg, room=T_max)
-    cache.begin_piece(positions, *model.rotary(positions))  # (B, T): the tokens that come next
+    cache = KVCache(model, room=T_max, loops=depth)
+    cache.begin_piece(T)                              # before each piece of T tokens, ids (B, T)
     h, inputs = model.enter_loop(ids, keys, cache)
     for state in model.unroll(h, inputs, plan, cache):
         h = state.h
     x = model.coda(h, ids, cache)                     # as for the whole text at one depth, but for rounding
 
 A layer outside the loop has one slot; a core layer has one for each loop, since its keys and values
-differ from loop to loop. A token may leave the loop early: later tokens that loop on find its last
-keys and values in the deeper slots (Geiping et al. 2025).
+differ from loop to loop. Where tokens may leave early, a loop also writes to the deeper slots: later
+tokens that loop on find a token's last keys and values there (Geiping et al. 2025).
 """
 
 from collections.abc import Callable
@@ -20,26 +20,24 @@ import torch.nn.functional as F
 
 
 class KVCache:
-    def __init__(self, cfg, room: int):
-        """room: the longest text, in tokens."""
-        self.core = range(cfg.n_prelude, cfg.n_prelude + cfg.n_core)
+    def __init__(self, model, room: int, loops: int):
+        """room: tokens of the longest text; loops: the most that a token takes."""
+        self.model = model
         self.room = room
-        self.slots = {}  # {(layer, loop): keys and values (2, B, room, H, K)}
+        self.loops = loops
+        self.length = 0  # tokens so far
+        self.slots = {}  # {layer: keys and values (slots, 2, B, H, room, K)}
 
-    def begin_piece(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """The next tokens' positions (B, T) int64, the same in each row, and rotary embedding
-        (B, T, 1, K/2).
-        """
-        self.positions = positions
-        self.cos = cos
-        self.sin = sin
-        self.begin_loop(0, None)
-        first = int(positions[0, 0])
-        tokens = positions.size(1)
-        self.length = first + tokens
-        self.new = slice(first, self.length)  # their places in a slot
-        every = torch.ones(tokens, self.length, dtype=torch.bool, device=positions.device)
+    def begin_piece(self, tokens: int) -> None:
+        device = self.model.cos.device
+        first = self.length
+        self.length += tokens
+        self.new = slice(first, self.length)  # the tokens' places in a slot
+        self.positions = torch.arange(first, self.length, device=device)[None]  # (1, T)
+        self.cos, self.sin = self.model.rotary(self.positions)
+        every = torch.ones(tokens, self.length, dtype=torch.bool, device=device)
         self.mask = every.tril(first)  # (T, S)
+        self.live = None
 
     def begin_loop(self, loop: int, live: torch.Tensor | None) -> None:
         """live (B, T) bool: the tokens that take this loop; None: all of them."""
@@ -50,25 +48,19 @@ class KVCache:
         """q, k, v (B, H, T, K) of the tokens just placed -> their attention, (B, H, T, K). Slots hold
         keys and values before the shift, so that a piece's first token can use its predecessor's.
         """
-        new = torch.stack([k, v]).transpose(2, 3)  # (2, B, T, H, K)
-        loop = self.loop if layer in self.core else 0
-        last = self.slots.get((layer, loop - 1))
-        if (layer, loop) not in self.slots:
-            if last is None:
-                last = new.new_zeros(*new.shape[:2], self.room, *new.shape[3:])
-            # in a deeper slot, tokens that took fewer loops have the entries of their last loop
-            self.slots[layer, loop] = last.clone()
-        slot = self.slots[layer, loop]
-        if self.live is not None and loop:
-            new = torch.where(self.live[..., None, None], new, last[:, :, self.new])
-        slot[:, :, self.new] = new
-        k, v = slot[:, :, : self.length].transpose(2, 3)  # (B, H, S, K)
+        new = torch.stack([k, v])
+        looped = layer in self.model.core_layers
+        if layer not in self.slots:
+            B, H, _, K = k.shape
+            slots = self.loops if looped else 1
+            self.slots[layer] = k.new_zeros(slots, 2, B, H, self.room, K)
+        slots = self.slots[layer][self.loop if looped else 0 :]  # from this loop's on
+        if self.live is None:  # every token takes each loop: no deeper slot lacks an entry
+            slots = slots[:1]
+        else:
+            new = torch.where(self.live[:, None, :, None], new, slots[0, ..., self.new, :])
+        slots[..., self.new, :] = new
+        k, v = slots[0, ..., : self.length, :]
         if shift is not None:
             k, v = shift(k, v)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
-
-    def settle(self, loops: int) -> None:
-        """Copies the last keys and values of the tokens just placed to slots `loops` and deeper."""
-        for (layer, loop), slot in self.slots.items():
-            if layer in self.core and loop >= loops:
-                slot[:, :, self.new] = self.slots[layer, loops - 1][:, :, self.new]

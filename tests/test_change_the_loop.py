@@ -197,10 +197,9 @@ def test_a_change_in_one_place_works_everywhere(changed):
     # sampling: token by token with a cache
     with torch.no_grad():
         whole = model.hidden(ids, 3, keys)
-        cache, parts = KVCache(cfg, cfg.seq_len), []
+        cache, parts = KVCache(model, cfg.seq_len, 3), []
         for at in range(cfg.seq_len):
-            place = torch.full((6, 1), at)
-            parts.append(read(model, ids[:, at : at + 1], place, keys, cache, Depth(3))[0])
+            parts.append(read(model, ids[:, at : at + 1], keys, cache, Depth(3))[0])
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
 
     # FLOPs follow the law

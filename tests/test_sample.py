@@ -49,7 +49,7 @@ def texts(*lengths):
 
 def padded(rows, keys):
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True)
-    return ids, torch.arange(ids.size(1)).expand_as(ids), torch.tensor(keys)
+    return ids, torch.tensor(keys)
 
 
 class SlowCache:
@@ -118,30 +118,30 @@ def slow(model, row, key, depth):
 def test_a_cache_equals_none_token_by_token(name, dtype, tolerance, loops):
     model = make(SHAPES[name], dtype)
     cfg = model.cfg
-    ids, positions, keys = padded(*texts(8, 8))
+    ids, keys = padded(*texts(8, 8))
     depth = Depth(loops if cfg.n_core else 0)
-    cache = KVCache(cfg, 12)
+    cache = KVCache(model, 12, depth.loops)
     pieces = [3, 1, 1, 1, 1, 1]  # a prompt, then token by token
     hidden = []
-    for ids_piece, at in zip(ids.split(pieces, 1), positions.split(pieces, 1), strict=True):
-        h, taken = read(model, ids_piece, at, keys, cache, depth)
+    for piece in ids.split(pieces, 1):
+        h, taken = read(model, piece, keys, cache, depth)
         assert (taken == depth.loops).all()
         hidden.append(h)
     expected = model.hidden(ids, depth.loops, keys)
     assert torch.allclose(torch.cat(hidden, 1), expected, atol=tolerance, rtol=tolerance)
-    layers = cfg.n_prelude + cfg.n_coda + depth.loops * cfg.n_core
-    assert len(cache.slots) == layers
+    slots = [len(cache.slots[layer]) for layer in model.core_layers]
+    assert slots == [depth.loops] * cfg.n_core
 
 
 @pytest.mark.parametrize("threshold", [None, 1e-3])
 def test_exits_equal_their_definition(threshold):
     rows, row_keys = texts(6, 6, 6)
-    ids, positions, keys = padded(rows, row_keys)
+    ids, keys = padded(rows, row_keys)
     depth = Depth(7, threshold)
     seen = set()
     for name in ("n_core 3", "rdm-tiny", "token_shift True"):
         model = make(SHAPES[name])
-        hidden, taken = read(model, ids, positions, keys, KVCache(model.cfg, 12), depth)
+        hidden, taken = read(model, ids, keys, KVCache(model, 12, 7), depth)
         logits = model.head(hidden).log_softmax(-1)
         for i, row in enumerate(rows):
             expected, loops = slow(model, row, row_keys[i], depth)
@@ -155,16 +155,16 @@ def test_exits_equal_their_definition(threshold):
 @pytest.mark.parametrize("mechanism", ["none", "attnres", "hyper"])
 def test_threshold_0_is_the_fixed_depth_and_a_huge_one_the_least(depth, loops, mechanism):
     model = make(dataclasses.replace(LOOP, mechanism=mechanism))
-    ids, positions, keys = padded(*texts(12, 12))
-    hidden, taken = read(model, ids, positions, keys, KVCache(LOOP, 12), depth)
+    ids, keys = padded(*texts(12, 12))
+    hidden, taken = read(model, ids, keys, KVCache(model, 12, 6), depth)
     assert (taken == loops).all()
     assert torch.allclose(hidden, model.hidden(ids, loops, keys), atol=1e-10)
 
 
 def test_threshold_0_leaves_no_loop_where_rounding_makes_the_change_negative():
     model = make(LOOP, torch.float32)
-    ids, positions, keys = padded(*texts(12, 12))
-    _, taken = read(model, ids, positions, keys, KVCache(LOOP, 12), Depth(40, 0.0))
+    ids, keys = padded(*texts(12, 12))
+    _, taken = read(model, ids, keys, KVCache(model, 12, 40), Depth(40, 0.0))
     assert (taken == 40).all()
 
 
@@ -216,7 +216,7 @@ def test_a_row_ends_at_a_stop_at_its_tokens_and_at_the_end_of_the_context():
     out, _ = generate(model, prompts[0], keys, Depth(4), tokens=20)
     stop = out[0][4]
     cut, _ = generate(model, prompts[0], keys, Depth(4), tokens=20, stop={stop})
-    assert cut == [made[: made.index(stop) + 1] if stop in made else made for made in out]
+    assert cut == [made[: made.index(stop)] if stop in made else made for made in out]
 
 
 def test_each_position_draws_anew():
@@ -267,10 +267,12 @@ def test_several_samples_are_those_made_one_by_one(call, capsys):
     call("--prompt", "ab", "--max-tokens", "4", "--prompt", "xyz", "--num", "2")
     many = capsys.readouterr().out
     assert many.startswith("--- sample 1\n" + one.out) and many.count("---") == 4
+    call("--prompt", "", "--max-tokens", "4")  # the beginning of a text
+    assert capsys.readouterr().err.startswith("4 tokens, ")
 
 
 @pytest.mark.parametrize("words, missing, says", [
-    ("--depth 4", "", "required: --prompt"), ("--prompt=", "", "empty"), ("--prompt 0123456789abc", "", "14 tokens"),
+    ("--depth 4", "", "required: --prompt"), ("--prompt 0123456789abc", "", "14 tokens"),
     ("--depth 0 --prompt a", "", "--depth: 0 is not"), ("--depth x --prompt a", "", "--depth: x is not"),
     ("--exit-threshold -1", "", "--exit-threshold: -1"), ("--prompt a --exit-threshold 1", "", "without --depth auto"), ("--top-p 1.5", "", "--top-p: 1.5"), ("--num 0", "", "--num: 0"),
     ("--temperature nan", "", "--temperature: nan"),

@@ -29,7 +29,7 @@ from looped.console import (
     run_cli,
 )
 from looped.depth import even_plan
-from looped.machine import DEVICES, distributed
+from looped.machine import DEVICES, pick_device
 from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
@@ -56,51 +56,43 @@ class Sampling:
 
 
 @torch.no_grad()
-def read(model, ids, positions, keys, cache, depth: Depth):
-    """Reads tokens ids at positions, both (B, T), into the cache -> (final hidden state (B, T, D),
-    loops taken (B, T)).
+def read(model, ids, keys, cache, depth: Depth):
+    """Reads the next tokens, ids (B, T), into the cache -> (final hidden state (B, T, D), loops taken
+    (B, T)).
     """
-    if depth.threshold is not None and ids.size(1) > 1:
-        # each sees the last answers of those before it
-        parts = []
-        for token, at in zip(ids.split(1, 1), positions.split(1, 1), strict=True):
-            parts.append(read(model, token, at, keys, cache, depth))
-        hidden, taken = zip(*parts, strict=True)
+    if depth.threshold is not None:
+        # one by one: each sees the last answers of those before it
+        read_tokens = [read_token(model, token, keys, cache, depth) for token in ids.split(1, 1)]
+        hidden, taken = zip(*read_tokens)
         return torch.cat(hidden, 1), torch.cat(taken, 1)
-    cache.begin_piece(positions, *model.rotary(positions))
+    cache.begin_piece(ids.size(1))
     h, inputs = model.enter_loop(ids, keys, cache)
-    if inputs is not None and depth.threshold is not None:
-        return read_with_exits(model, ids, h, inputs, cache, depth)
     if inputs is not None:
-        plan = even_plan(len(ids), depth.loops, ids.device)
-        for state in model.unroll(h, inputs, plan, cache):
+        for state in model.unroll(h, inputs, even_plan(len(ids), depth.loops, ids.device), cache):
             h = state.h
     return model.coda(h, ids, cache), torch.full_like(ids, depth.loops)
 
 
-def read_with_exits(model, ids, h, inputs, cache, depth: Depth):
+def read_token(model, ids, keys, cache, depth: Depth):
     """The same for one token a row, (B, 1), which leaves the loop when its answer has settled."""
+    cache.begin_piece(1)
+    h, inputs = model.enter_loop(ids, keys, cache)
     live = torch.ones_like(ids, dtype=torch.bool)
+    plan = list(even_plan(len(ids), depth.loops, ids.device))
+    for loop in plan:
+        loop.live = live  # one tensor for all, changed below
     taken = torch.zeros_like(ids)
     last = None
-
-    def plan():
-        for loop in even_plan(len(ids), depth.loops, ids.device):
-            loop.live = live
-            yield loop
-            if not live.any():
-                return
-
-    for state in model.unroll(h, inputs, plan(), cache):
+    for state in model.unroll(h, inputs, plan, cache):
         taken += live
         hidden = model.coda(state.h, ids, cache)  # what the coda keeps is of the last answer
         answer = logits_of(model, hidden).log_softmax(-1)  # (B, 1, V)
         if last is not None:
             change = (answer.exp() * (answer - last)).sum(-1)
-            change = change.clamp_min(0)  # rounding can take it below
-            live = live & (change >= depth.threshold)
+            live &= change.clamp_min(0) >= depth.threshold  # rounding can take it below 0
+            if not live.any():
+                break
         last = answer
-    cache.settle(int(taken.max()))
     return hidden, taken
 
 
@@ -130,41 +122,31 @@ def pick(logits, u, how: Sampling):
 def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampling):
     """Continues a prompt in one text for each key; a text's randomness comes from its key.
 
-    Yields ({row: next token} of the rows still going, the loops that the tokens just read took)
-    until each row has its tokens, has met a stop, or has filled the context.
+    Yields ({row: next token} of the rows that go on, the loops that the tokens just read took) until
+    each row has its tokens, has met a stop, or has filled the context.
     """
-    device = model.cos.device
-    row_keys = torch.tensor(keys, device=device)
+    row_keys = torch.tensor(keys, device=model.cos.device)
     end = min(len(prompt) + how.tokens, model.cfg.seq_len + 1)
-    cache = KVCache(model.cfg, end - 1)  # a last token is never read
-    ids = torch.tensor([prompt] * len(keys), device=device)
+    cache = KVCache(model, end - 1, depth.loops)  # a last token is never read
+    ids = torch.tensor([prompt] * len(keys), device=row_keys.device)
     going = list(range(len(keys)))
     for number in range(len(prompt), end):  # of the token to be drawn
-        positions = torch.arange(number - ids.size(1), number, device=device).expand_as(ids)
-        hidden, taken = read(model, ids, positions, row_keys, cache, depth)
+        hidden, taken = read(model, ids, row_keys, cache, depth)
         logits = logits_of(model, hidden[:, -1])
         if not torch.isfinite(logits).all():
             why = "training diverged, or the depth is too large"
             fail(f"the model's answer at depth {depth.loops} is not finite: {why}")
-        at = np.array([number])
-        u = [uniforms(sequence_key(key, 1), at)[0] for key in keys]
+        u = [uniforms(sequence_key(key, 1), np.array([number]))[0] for key in keys]
         drawn = pick(logits, torch.tensor(u), how).tolist()
-        yield {row: drawn[row] for row in going}, taken[going]
+        ids = torch.tensor(drawn, device=row_keys.device)[:, None]
+        taken = taken[going]
         going = [row for row in going if drawn[row] not in how.stop]
+        yield {row: drawn[row] for row in going}, taken
         if not going:
             return
-        ids = torch.tensor(drawn, device=device)[:, None]
 
 
-def open_model(run, device):
-    """-> (model with blocks in its activations' dtype, tokenizer); float32 on a CPU."""
-    model, enc, _ = open_run(run, distributed(device).device)
-    if model.residual_dtype is None:
-        model.blocks.to(model.dtype)  # as every use would cast them
-    return model, enc
-
-
-def auto_or_loops(text):
+def loops_or_auto(text):
     return text if text == "auto" else positive_int(text)
 
 
@@ -173,7 +155,7 @@ def parse_args(argv):
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory")
     add("--prompt", action="append", required=True, help="text to go on from; may be repeated")
-    add("--depth", type=auto_or_loops, help="loops, or auto (default: the run's mu_rec)")
+    add("--depth", type=loops_or_auto, help="loops, or auto (default: the run's mu_rec)")
     add("--exit-threshold", type=non_negative_float,
         help="of --depth auto, which takes at most twice mu_rec loops: nats "
         f"(default: {EXIT_THRESHOLD})")  # fmt: skip
@@ -187,24 +169,17 @@ def parse_args(argv):
     add("--num", type=positive_int, default=1, help="samples of each prompt (default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--device", default="auto", choices=DEVICES, help="auto: a GPU if there is one")
-    args = parser.parse_args(argv)
-    if not all(args.prompt):
-        fail('there is an empty prompt; give some text, for example --prompt "The"')
-    if args.depth != "auto" and args.exit_threshold is not None:
-        fail("--exit-threshold has no meaning without --depth auto; add it, or leave this out")
-    return args
+    return parser.parse_args(argv)
 
 
 def chosen_depth(args, cfg) -> Depth:
-    if cfg.n_core == 0:
-        if args.depth:
-            fail("the model has no loop; leave --depth out")
-        return Depth(0)
+    if cfg.n_core == 0 and args.depth:
+        fail("the model has no loop; leave --depth out")
     if args.depth == "auto":
-        threshold = args.exit_threshold
-        if threshold is None:
-            threshold = EXIT_THRESHOLD
+        threshold = EXIT_THRESHOLD if args.exit_threshold is None else args.exit_threshold
         return Depth(2 * cfg.mu_rec, threshold)
+    if args.exit_threshold is not None:
+        fail("--exit-threshold has no meaning without --depth auto; add it, or leave this out")
     return Depth(args.depth or cfg.mu_rec)
 
 
@@ -213,37 +188,38 @@ def write_texts(model, enc, text: str, keys: list[int], depth: Depth, how: Sampl
     prompt = [enc.encode_single_token(BOS), *encode(enc, text)]
     room = model.cfg.seq_len
     if len(prompt) > room:
-        fail(
-            f"the prompt has {len(prompt):,} tokens, {BOS} included, and the context {room:,}; "
-            "give a shorter one"
-        )
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in keys]
-    texts = [text] * len(keys)
-    printed = 0
-    made = 0
+        what = f"the prompt has {len(prompt):,} tokens, {BOS} included, and the context {room:,}"
+        fail(f"{what}; give a shorter one")
+    single = len(keys) == 1
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [[] for _ in keys]
     loops = []  # of every token that was read
     start = time.perf_counter()
+    if single:
+        print(text, end="")
     for drawn, taken in generate(model, prompt, keys, depth, how):
         loops += taken.flatten().tolist()
         for row, token in drawn.items():
-            if token not in how.stop:
-                texts[row] += decoders[row].decode(enc.decode_single_token_bytes(token))
-                made += 1
-        if len(keys) == 1:
-            print(texts[0][printed:], end="", flush=True)
-            printed = len(texts[0])
+            texts[row].append(token)
+            if single:
+                new = decoder.decode(enc.decode_single_token_bytes(token))
+                print(new, end="", flush=True)
     seconds = time.perf_counter() - start
-    for row, decoder in enumerate(decoders):
-        if len(keys) > 1:
-            print(f"--- sample {row + 1}")
-        print(texts[row][printed:] + decoder.decode(b"", final=True))
+    if single:
+        print(decoder.decode(b"", final=True))
+    else:
+        for number, tokens in enumerate(texts, 1):
+            print(f"--- sample {number}\n{text}{enc.decode(tokens)}")
+    made = sum(map(len, texts))
     about = f"{made} tokens, {made / seconds:.0f} tokens/s, the prompt's reading included"
     print(f"{about}; mean depth {np.mean(loops):.2f}", file=sys.stderr)
 
 
 def main(argv=None):
     args = parse_args(argv)
-    model, enc = open_model(args.run, args.device)
+    model, enc, _ = open_run(args.run, torch.device(pick_device(args.device)))
+    if model.residual_dtype is None:
+        model.blocks.to(model.dtype)  # as every use would cast them
     depth = chosen_depth(args, model.cfg)
     stop = frozenset(enc.encode_single_token(name) for name in SPECIALS)
     how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens, stop)

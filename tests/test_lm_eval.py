@@ -129,7 +129,7 @@ def test_sampling_follows_the_harness_settings(harness, monkeypatch):
     cases = (
         ({"do_sample": True, "top_k": 3, "top_p": 0.5}, (1.0, 3, 0.5)),
         ({"do_sample": True, "temperature": 0.2}, (0.2, 0, 1.0)),
-        ({"top_k": 3}, (0, 0, 1.0)),
+        ({"top_k": 3}, (0, 3, 1.0)),
     )
     for settings, want in cases:
         harness.generate_until([asked("abc", settings)])

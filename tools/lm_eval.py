@@ -12,6 +12,7 @@ context.
 
 import zlib
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -50,32 +51,27 @@ def usable_device(name: str | None) -> str:
 
 @registry.register_model("looped")
 class Looped(model.TemplateLM):
+    eot_token_id = None  # of an instance
+    prefix_token_id = None
+
     def __init__(
         self, run="", depth=None, batch=16, seed=1234, add_bos_token=False, device=None, **others
     ):
         super().__init__()
-        unknown = sorted(others.keys() - HARNESS_ARGS)
-        if unknown:
+        for name in others.keys() - HARNESS_ARGS:
             known = "run, depth, batch, seed, add_bos_token"
-            fail(f"--model_args {unknown[0]} is not one of {known}")
+            fail(f"--model_args {name} is not one of {known}")
         self._device = torch.device(usable_device(device))
         self.model, self.enc, _ = open_run(run, self._device)
-        self.bos_first = add_bos_token
         self.max_length = self.model.cfg.seq_len
+        self.bos_first = add_bos_token
         if depth is None:
             depth = max(1, self.model.cfg.mu_rec)  # a flat model heeds none
         self.depth = whole_number("depth", depth, 1)
         self.batch = whole_number("batch", batch, 1)
         self.seed = whole_number("seed", seed, 0)
-        self.stop = [self.enc.encode_single_token(name) for name in SPECIALS]  # bos, eos, pad
-
-    @property
-    def eot_token_id(self):
-        return self.stop[1]
-
-    @property
-    def prefix_token_id(self):
-        return self.stop[0]
+        self.stop = [self.enc.encode_single_token(name) for name in SPECIALS]
+        self.prefix_token_id, self.eot_token_id, _ = self.stop
 
     def tok_encode(self, string, add_special_tokens=True, **_):
         ids = encode(self.enc, string)
@@ -85,22 +81,20 @@ class Looped(model.TemplateLM):
 
     def key(self, context):
         """All continuations of a context begin with the same initial states."""
-        digest = zlib.crc32(str(context).encode())
-        return sequence_key(self.seed, SEED_EVAL, digest)
+        return sequence_key(self.seed, SEED_EVAL, zlib.crc32(str(context).encode()))
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """[(…, context, continuation)] -> [(log-probability of the continuation, whether it is the
         greedy one)].
         """
-        prefix = [self.prefix_token_id]  # for a context without tokens
-        pairs = [(context or prefix, continuation) for _, context, continuation in requests]
-        lengths = [len(context) + len(continuation) for context, continuation in pairs]
-        longest_first = sorted(range(len(pairs)), key=lengths.__getitem__, reverse=True)
+        pairs = []
+        for _, context, continuation in requests:
+            pairs.append((context or [self.prefix_token_id], continuation))
+        longest_first = np.argsort([-len(context + rest) for context, rest in pairs])
         found = {}
         for start in tqdm(range(0, len(pairs), self.batch), disable=disable_tqdm):
             some = longest_first[start : start + self.batch]
-            scores = self.score([pairs[i] for i in some])
-            found.update(zip(some, scores))
+            found.update(zip(some, self.score([pairs[i] for i in some])))
         return [found[i] for i in range(len(pairs))]
 
     @torch.inference_mode()
@@ -111,22 +105,17 @@ class Looped(model.TemplateLM):
             n = len(continuation)
             if n > self.max_length:
                 fail(f"a continuation has {n} tokens, the model's context {self.max_length}")
-            row = (context + continuation)[-self.max_length - 1 :]
-            rows.append(torch.tensor(row))
+            rows.append(torch.tensor((context + continuation)[-self.max_length - 1 :]))
         ids = pad_sequence([row[:-1] for row in rows], batch_first=True)  # (B, T), inert padding
-        ids = ids.to(self._device)
-        keys = [self.key(context) for context, _ in pairs]
-        keys = torch.tensor(keys, device=self._device)
-        hidden = self.model.hidden(ids, self.depth, keys)  # (B, T, D)
+        keys = torch.tensor([self.key(context) for context, _ in pairs])
+        hidden = self.model.hidden(ids.to(self._device), self.depth, keys.to(self._device))
         scores = []
         for row, (_, continuation), h in zip(rows, pairs, hidden):
             first = len(row) - len(continuation)
             targets = row[first:].to(self._device)  # (n,)
-            h = h[first - 1 : len(row) - 1]  # (n, D)
-            logits = self.model.head(h.float())  # (n, V)
+            logits = self.model.head(h[first - 1 : len(row) - 1].float())  # (n, V)
             nats = F.cross_entropy(logits, targets, reduction="sum").item()
-            greedy = bool((logits.argmax(-1) == targets).all())
-            scores.append((-nats, greedy))
+            scores.append((-nats, torch.equal(logits.argmax(-1), targets)))
         return scores
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -153,14 +142,13 @@ class Looped(model.TemplateLM):
         most = min(settings["max_gen_toks"], self.max_length - 1)
         ids = self.tok_encode(text) or [self.prefix_token_id]
         ids = ids[-(self.max_length - most) :]
-        law = {"temperature": 0}
-        if settings["do_sample"]:
-            names = settings.keys() & {"temperature", "top_k", "top_p"}
-            law = {name: settings[name] for name in names}
-        how = Sampling(tokens=most, stop=frozenset(self.stop), **law)
-        tokens, made = [], ""
+        temperature = settings.get("temperature", float(settings["do_sample"]))
+        law = (temperature, settings.get("top_k", 0), settings.get("top_p", 1.0))
+        how = Sampling(*law, tokens=most, stop=frozenset(self.stop))
+        tokens = []
+        made = ""
         for drawn, _ in generate(self.model, ids, [self.key(ids)], Depth(self.depth), how):
-            tokens += [token for token in drawn.values() if token not in self.stop]
+            tokens += drawn.values()
             made = self.enc.decode(tokens)
             if any(stop in made for stop in until):
                 break

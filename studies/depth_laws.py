@@ -22,7 +22,8 @@ OUT = Path("results/depth-laws")
 def formulas(depths, mu_rec: int, mu_bwd: int) -> dict:
     """{law: P(depth) of depths 0, 1, …}, independent of looped/depth.py's sampling."""
     full = poisson.pmf(depths, mu_rec)
-    full[:2] = 0, full[:2].sum()  # a depth of 0 counts as 1
+    full[1] += full[0]  # a depth of 0 counts as 1
+    full[0] = 0
     n = depths - mu_bwd
     # n ~ Poisson(e^τ) + 1, τ normal of sigma 1/2, the mean of e^τ mu_rec - mu_bwd
     x, weight = np.polynomial.hermite_e.hermegauss(60)

@@ -152,21 +152,22 @@ def picture(key: str, frame: pd.DataFrame, steps: list[int], out: Path) -> list[
     """
     label = QUANTITIES[key]
     by_depth = label.endswith("by depth")
-    file, scale, caption = "norms", "log", label
-    xlabel = "depth, loops" if by_depth else ""
+    name = key.removesuffix("/Δ").replace(" ", "-")
     if steps:
+        plot = Plot("step", label, [])
+        path = out / f"training-{name}.png"
+        caption = f"Over training: {label}."
         if by_depth:
             frame = frame[frame.index.isin(OVER_TRAINING)]
         frame = frame.T.set_axis(steps)
-        file, scale, caption = "training", "linear", f"Over training: {label}"
-        xlabel = "step"
-    curves = []
+    else:
+        plot = Plot("depth, loops" if by_depth else "", label, [], {"yscale": "log"})
+        path = out / f"norms-{name}.png"
+        caption = f"{label}."
     for _, values in frame.items():  # the runs may have different numbers of blocks
         known = values.dropna()
-        curves.append((known.index.to_numpy(), known.to_numpy()))
-    plot = Plot(xlabel, label, curves, {"yscale": scale})
-    path = out / f"{file}-{key.removesuffix('/Δ').replace(' ', '-')}.png"
-    return figure(path, f"{caption}.", list(map(str, frame)), [plot])
+        plot.curves.append((known.index.to_numpy(), known.to_numpy()))
+    return figure(path, caption, list(map(str, frame)), [plot])
 
 
 def main(argv=None):

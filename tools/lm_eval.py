@@ -90,7 +90,8 @@ class Looped(model.TemplateLM):
         pairs = []
         for _, context, continuation in requests:
             pairs.append((context or [self.prefix_token_id], continuation))
-        longest_first = np.argsort([-len(context + rest) for context, rest in pairs])
+        lengths = [-len(context + rest) for context, rest in pairs]
+        longest_first = np.argsort(lengths, kind="stable")
         found = {}
         for start in tqdm(range(0, len(pairs), self.batch), disable=disable_tqdm):
             some = longest_first[start : start + self.batch]
@@ -142,7 +143,7 @@ class Looped(model.TemplateLM):
         most = min(settings["max_gen_toks"], self.max_length - 1)
         ids = self.tok_encode(text) or [self.prefix_token_id]
         ids = ids[-(self.max_length - most) :]
-        temperature = settings.get("temperature", float(settings["do_sample"]))
+        temperature = settings.get("temperature", 1.0) if settings["do_sample"] else 0
         law = (temperature, settings.get("top_k", 0), settings.get("top_p", 1.0))
         how = Sampling(*law, tokens=most, stop=frozenset(self.stop))
         tokens = []

@@ -34,6 +34,7 @@ from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
 EXIT_THRESHOLD = 5e-4  # nats: the threshold of --depth auto
+MAX_DEPTH = 10_000  # every loop of every token has keys and values of its own
 
 
 @dataclass
@@ -180,6 +181,8 @@ def chosen_depth(args, cfg) -> Depth:
         return Depth(2 * cfg.mu_rec, threshold)
     if args.exit_threshold is not None:
         fail("--exit-threshold has no meaning without --depth auto; add it, or leave this out")
+    if (args.depth or 0) > MAX_DEPTH:
+        fail(f"--depth {args.depth} is more than {MAX_DEPTH:,}")
     return Depth(args.depth or cfg.mu_rec)
 
 

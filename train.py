@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 import core_eval
 from dataloader import PackedData
-from looped.announce import announce, choices_made, run_config, say_stopped
-from looped.checkpoint import MISFIT_ERRORS, join_writer, restore, save_checkpoint, take_weights
+from looped.announce import announce, choices_made, run_config
+from looped.checkpoint import MISFIT_ERRORS, join_writer, restore, save_checkpoint
 from looped.console import (
     Parser,
     counts,
@@ -597,7 +597,7 @@ def begin_from(run, model: Model, data: PackedData) -> None:
     """Gives the model another run's newest weights."""
     try:
         other, _, config = load_run(run)
-        take_weights(model, other)
+        model.load_state_dict(other.state_dict(), assign=True)
         same_tokens = config["tokenizer"]["sha256"] == data.manifest["tokenizer_sha256"]
     except (*MISFIT_ERRORS, FileNotFoundError) as e:
         fail(f"--init-from {run}: {one_line(e)}")
@@ -709,7 +709,7 @@ def train(args, progress: dict) -> None:
         return
     fit = fit_memory(model, optimizer, args, place, rows_given)
     args.device_batch_size = fit.step.rows
-    choices = choices_made(args, cfg, place, fit, rows_given)
+    choices = choices_made(args, place, fit, rows_given)
     choices["activations"] = (args.dtype, dtype_reason)
     choices["compile"] = ("on" if compiled else "off", compile_reason)
     if compiled:
@@ -735,7 +735,9 @@ def train(args, progress: dict) -> None:
     # 5. the end
     join_writer()
     if step < steps or stopped:
-        say_stopped(run, first, step)
+        place.say(
+            f"stopped after step {step} of {steps} and saved; --resume continues, up to --stop-at if given"
+        )
     else:
         evaluate(run, steps, final=True)
     leave(place)

@@ -12,8 +12,6 @@ import torch
 
 from looped.machine import Place, environment
 from looped.memory import MemoryFit
-from looped.ops import attends_by_products
-from looped.settings import eval_depths
 
 
 def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
@@ -40,67 +38,35 @@ def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
 
 def announce(run, first: int, choices: dict) -> None:
     """What will happen, and what was chosen and why, on the screen and as the log's first line."""
-    args, place = run.args, run.place
+    args = run.args
+    say = run.place.say
     mega = run.config["flops_per_token"] / 1e6
-    place.say(f"{run.folder}: {run.config['params']:,} parameters, {mega:,.0f} MFLOPs a token")
+    say(f"{run.folder}: {run.config['params']:,} parameters, {mega:,.0f} MFLOPs a token")
     length = run.cfg.seq_len
     tokens = run.steps * args.batch_size * length
+    say(f"{run.steps} steps of {args.batch_size} × {length} tokens = {tokens:,}")
     if run.data.manifest["complete"]:
         there = run.data.rows("train") * length
-        place.say(f"data: {there:,} tokens in rows, seen {tokens / there:.2f} times")
-    rows = args.device_batch_size
-    parts = args.batch_size // place.world // rows
-    steps = f"{run.steps} steps of {args.batch_size} × {length} tokens = {tokens:,}"
-    place.say(f"{steps}; {place.world} rank(s) × {parts} × {rows} rows")
+        say(f"data: {there:,} tokens in rows, seen {tokens / there:.2f} times")
     for name, (value, reason) in choices.items():
-        place.say(f"{name}: {value} ({reason})")
-    depths = ",".join(map(str, eval_depths(args, run.cfg, final=False)))
-    place.say(f"validation: every {args.eval_every} steps, at depth {depths}")
+        say(f"{name}: {value} ({reason})")
     if first:
-        place.say(f"continuing after step {first}")
+        say(f"continuing after step {first}")
     run.record("start", first, choices=choices)
 
 
-def choices_made(args, cfg, place: Place, fit: MemoryFit, rows_given: bool) -> dict:
+def choices_made(args, place: Place, fit: MemoryFit, rows_given: bool) -> dict:
     """{what: (value, reason)} of the settings that were not, or need not be, asked for."""
     processes = f"{place.world} process(es) of {torch.get_num_threads()} threads"
-    attention = ("torch's", "its own order of kernels")
-    if attends_by_products(place.device.type, getattr(torch, args.dtype), cfg.seq_len):
-        attention = ("two matrix products", "the faster way for short bfloat16 rows on a CPU")
-    rows_reason = "fits, and divides the batch" if place.is_gpu else "divides the batch"
-    if rows_given:
-        rows_reason = "given"
     chunk = f"{fit.step.loss_chunk} tokens" if fit.step.loss_chunk else "all tokens"
     chosen = {
         "device": (place.device.type, processes),
-        "attention": attention,
-        "device batch": (f"{fit.step.rows} rows", rows_reason),
-        "loss chunk": (chunk, chunk_reason(args, fit.step.loss_chunk, place)),
+        "device batch": (f"{fit.step.rows} rows", "given" if rows_given else "divides the batch"),
+        "loss chunk": (chunk, "by memory" if args.loss_chunk is None else "given"),
     }
     if place.is_gpu:
         chosen["memory"] = (f"peak {fit.peak:.1f} GiB", "at the deepest depth to be expected")
-    if cfg.n_core and cfg.granularity == "token":
-        why = "tokens of a row differ in depth; one that is done keeps its state"
-        chosen["loops"] = ("all rows in each", why)
     if fit.step.keep_less:
         why = "or fewer rows would fit; no product is made twice"
         chosen["backward pass"] = ("makes elementwise results again", why)
     return chosen
-
-
-def chunk_reason(args, chunk: int, place: Place) -> str:
-    if args.loss_chunk is not None:
-        return "given"
-    if not place.is_gpu:
-        return f"the logits of {chunk} tokens fit a processor's caches"
-    return "all logits at once would not fit" if chunk else "all logits fit at once"
-
-
-def say_stopped(run, first: int, step: int) -> None:
-    """The last line of a run that stops before its end."""
-    done = f"stopped after step {step} of {run.steps} and saved"
-    again = "the same command with --resume continues"
-    if run.args.stop_at and run.args.stop_at <= first:
-        done = f"nothing was done: the run is at step {step} of {run.steps} already"
-        again = f"with --resume and without --stop-at {run.args.stop_at} it continues"
-    run.place.say(f"{done}; {again}")

@@ -5,18 +5,16 @@ A checkpoint is a dict of the step, the model's settings and weights, and the op
 part of it belongs to a rank. It is written by a thread while training goes on.
 """
 
-import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from looped.console import DAMAGE, fail, flag, outside
+from looped.console import DAMAGE, flag, outside
 from looped.files import file_hash, write_atomic
 from looped.settings import unheeded
 
-KEPT_CHECKPOINTS = 2  # the newest
 MISFIT_ERRORS = (*DAMAGE, RuntimeError)  # what a checkpoint of another model can raise
 
 _writer = ThreadPoolExecutor(1)
@@ -24,10 +22,8 @@ _pending: list[Future] = []  # the one save under way; a program that ends waits
 
 
 def save_checkpoint(run: Path, step: int, model, optimizer, rank: int, keep_every: int = 0) -> None:
-    """Every rank calls it; rank 0 copies the state, and the copy is written while training goes on.
-
-    The newest two checkpoints stay, and those whose step is a multiple of keep_every, if it is not
-    0.
+    """Every rank calls it; rank 0 copies the state, and the copy is written while training goes
+    on.
     """
     join_writer()
     moments = optimizer.state_dict()
@@ -50,7 +46,9 @@ def join_writer(wait: bool = True) -> None:
 
 
 def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
-    """Writes it whole or not at all, then its checksum; then removes those that need not stay."""
+    """Writes it whole or not at all, then its checksum; then removes what need not stay: all but
+    this one, the one before, and the multiples of keep_every.
+    """
     checksum_file(path).unlink(missing_ok=True)  # left by a damaged one that this one replaces
     try:
         write_atomic(path, lambda file: torch.save(state, file))
@@ -61,11 +59,10 @@ def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
     write_atomic(checksum_file(path), file_hash(path).encode())
     # newer ones are damaged, and were passed over when the run continued
     older = [old for old in checkpoints(path.parent) if step_of(old) < step_of(path)]
-    for old in older[: 1 - KEPT_CHECKPOINTS]:
-        if keep_every and step_of(old) % keep_every == 0:
-            continue
-        old.unlink()
-        checksum_file(old).unlink(missing_ok=True)
+    for old in older[:-1]:
+        if keep_every == 0 or step_of(old) % keep_every:
+            old.unlink()
+            checksum_file(old).unlink(missing_ok=True)
 
 
 def checksum_file(path: Path) -> Path:
@@ -79,7 +76,7 @@ def step_of(path: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """A run's own checkpoints, oldest first; not files with like names, such as a user's copy."""
-    own = [path for path in run.glob("step_*.pt") if re.fullmatch(r"step_\d+\.pt", path.name)]
+    own = [path for path in run.glob("step_*.pt") if path.stem[5:].isdecimal()]
     return sorted(own, key=step_of)
 
 
@@ -109,51 +106,35 @@ def read_checkpoint(path: Path) -> dict:
         raise ValueError(what) from None
 
 
-def network_differences(old: dict, new: dict, defaults: dict) -> list[str]:
-    """In words, the network settings in which an older run differs from `new`, including those
-    that this code lacks; a setting that the run lacks had the default. A model without a loop heeds
-    no setting of the loop.
+def differences(old: dict, new: dict) -> list[str]:
+    """In words, the settings of an older run that are others in `new`, or unknown there.
+
+    A model without a loop heeds no setting of the loop.
     """
-    found = [f"{flag(name)} {old[name]} (not known here)" for name in old if name not in new]
-    for name, value in new.items():
-        was = old.get(name, defaults[name])
-        if was != value and name not in unheeded(new["n_core"]):
-            found.append(f"{flag(name)} {was} (now {value})")
-    return found
+    unlike = [name for name in old if old[name] != new.get(name)]
+    idle = unheeded(new["n_core"])
+    return [
+        f"{flag(name)} {old[name]} (now {new.get(name)})" for name in unlike if name not in idle
+    ]
 
 
 def same_settings(state: dict, cfg) -> None:
-    """ValueError where the settings a checkpoint was made with are not these."""
-    if "config" not in state:
-        return
-    differing = network_differences(state["config"], asdict(cfg), asdict(type(cfg)()))
+    """ValueError where the settings a checkpoint was made with are not these; one that it lacks had
+    the default.
+    """
+    defaults = asdict(type(cfg)())
+    differing = differences(defaults | state["config"], asdict(cfg))
     if differing:
         raise ValueError(", ".join(differing))
 
 
-def take_weights(model, other) -> None:
-    """Gives a model the weights of another; ValueError where they do not fit, with the settings in
-    which the networks differ.
-    """
-    try:
-        model.load_state_dict(other.state_dict(), assign=True)
-    except RuntimeError:
-        defaults = asdict(type(model.cfg)())
-        differing = network_differences(asdict(other.cfg), asdict(model.cfg), defaults)
-        names = ", ".join(differing) or "another model.py"
-        raise ValueError(f"it has other weights: {names}") from None
-
-
 def restore(path: Path, model, optimizer) -> int:
-    """Puts a checkpoint into model and optimiser; -> its step. One of another model ends the
+    """Puts a checkpoint into model and optimiser -> its step. One of another model ends the
     program.
     """
-    try:
-        state = read_checkpoint(path)
-    except ValueError as e:
-        fail(f"{e} to use the one before")
     advice = "bring back its model.py and flags, or name another run with --out"
     with outside(f"{path} does not fit this model", advice, MISFIT_ERRORS):
+        state = read_checkpoint(path)
         same_settings(state, model.cfg)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

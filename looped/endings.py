@@ -21,38 +21,29 @@ def explain(e: Exception, args, progress: dict) -> None:
     """
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
-    what = outside_reason(e, args, progress, world)
-    if what is None:
-        raise e
-    with contextlib.suppress(OSError):
-        join_writer()
-    where = f"rank {rank} of {world}, after step {progress['step']}"
-    advice = (
-        f"{last_checkpoint(Path(args.out or 'none'))}; the same command with --resume continues"
-    )
-    print(f"error: {where}: {what}; {advice}", file=sys.stderr, flush=True)
-    sys.exit(1)
-
-
-def last_checkpoint(run: Path) -> str:
-    found = checkpoints(run)
-    return f"last checkpoint: {found[-1] if found else 'none'}"
-
-
-def outside_reason(e: Exception, args, progress: dict, world: int) -> str | None:
-    """An error from outside the program, in words; None for a fault of the program."""
+    step = progress["step"]
     no_memory = isinstance(e, MemoryError | torch.OutOfMemoryError)
     if no_memory or re.search("allocate memory|bad_alloc", str(e)):
         rows = args.device_batch_size or 1
         advice = less_memory(rows, args.batch_size or 1, world)
-        return f"out of memory with --device-batch-size {rows} ({one_line(e)}); {advice}"
-    if isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
-        # gloo's message, without its place in the source and its advice
-        reason = str(e).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        return f"another rank ended or hangs, and said why if it could ({reason})"
-    if isinstance(e, OSError) and progress["step"]:
-        return f"{e.filename or args.out}: {e.strerror or e}"
-    return None
+        what = f"out of memory with --device-batch-size {rows} ({one_line(e)}); {advice}"
+    elif isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
+        what = f"another rank ended or hangs, and said why if it could ({one_line(e)})"
+    elif isinstance(e, OSError) and step:
+        what = f"{e.filename or args.out}: {e.strerror or e}"
+    else:
+        raise e
+    with contextlib.suppress(OSError):
+        join_writer()
+    end = f"{last_checkpoint(args.out)}; the same command with --resume continues"
+    where = f"rank {rank} of {world}, after step {step}"
+    print(f"error: {where}: {what}; {end}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+def last_checkpoint(run: str | Path | None) -> str:
+    found = checkpoints(Path(run)) if run else []
+    return f"last checkpoint: {found[-1] if found else 'none'}"
 
 
 def catch_signals() -> list[int]:
@@ -79,16 +70,13 @@ def save_last_step(run, step: int) -> None:
 def stop_diverged(run, step: int) -> None:
     """Ends a run (train.py's Run) whose last run.bad steps had no finite loss or gradient."""
     join_writer()
-    args = run.args
+    batch = run.args.batch_size
     if run.place.rank == 0:
-        first = (step - run.bad) * args.batch_size
-        last = step * args.batch_size - 1
-        rates = f"--adam-lr (now {args.adam_lr:g})"
-        if args.optimizer != "adamw":
-            rates += f" or --muon-lr (now {args.muon_lr:g})"
+        sequences = f"sequences {(step - run.bad) * batch} to {step * batch - 1}"
         print(
-            f"stopped at step {step}: {run.bad} steps in a row, sequences {first} to {last}, had "
-            f"no finite loss or gradient; {last_checkpoint(run.folder)}; lower {rates}",
+            f"stopped at step {step}: {run.bad} steps in a row, {sequences}, had no finite loss or "
+            f"gradient; {last_checkpoint(run.folder)}; lower --adam-lr (now {run.args.adam_lr:g}) "
+            "and, where Muon is used, --muon-lr",
             file=sys.stderr,
         )
     sys.exit(1)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from looped.console import fail
 from looped.files import write_atomic
 
 # the curves of a figure; line styles and markers tell them apart in black and white
@@ -15,27 +14,24 @@ MARKERS = list("os^Dvx*")
 STYLE = {"color": COLORS * 4, "marker": MARKERS * 4, "linestyle": ["-", "--", "-.", ":"] * 7}
 
 
-def fmt(value: float | None, spec: str = ".4f") -> str:
-    if value is None or math.isnan(value):
+def fmt(value, spec: str = ".4f") -> str:
+    """A dash for None and for NaN, which alone is unlike itself."""
+    if value is None or value != value:
         return "–"
     return format(value, spec)
 
 
 def half_width(values) -> float:
     """Half the width of the 95 % Student t interval of the mean of two or more values."""
-    try:
-        from scipy import stats
-    except ImportError:
-        fail("confidence intervals need scipy; type pip install scipy")
+    from scipy import stats  # of the extra `studies` in pyproject.toml
+
     return stats.sem(values) * stats.t.ppf(0.975, len(values) - 1)
 
 
 def plus_minus(values, spec: str = ".4f") -> str:
     """The mean, with half the width of its 95 % t interval where there are several."""
-    if len(values) == 0:
-        return "–"
-    mean = fmt(np.mean(values), spec)
-    if len(values) == 1:
+    mean = fmt(np.mean(values) if len(values) else None, spec)
+    if len(values) < 2:
         return mean
     return f"{mean} ± {half_width(values):{spec.lstrip('+')}}"
 
@@ -74,10 +70,10 @@ def frame_table(frame) -> list[str]:
 
 
 def records_table(rows: list[dict], formats: dict[str, str]) -> list[str]:
-    """The table of rows {column: value}; formats: {column: format of its numbers, or ""}."""
+    """The table of rows {column: value}; formats: {column: format of its values}."""
     cells = []
     for row in rows:
-        cells.append([fmt(row[key], spec) if spec else row[key] for key, spec in formats.items()])
+        cells.append([fmt(row[name], spec) for name, spec in formats.items()])
     return table(list(formats), cells)
 
 
@@ -89,7 +85,7 @@ class Plot:
     ylabel: str
     curves: list
     settings: dict = field(default_factory=dict)  # of matplotlib's Axes.set
-    half_widths: list = field(default_factory=list)  # of a band around each curve, if any
+    half_widths: list = field(default_factory=list)  # of an interval at each point, if any
 
 
 def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False) -> list[str]:
@@ -98,41 +94,35 @@ def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False)
     A plot without a finite value is left out; without any there is no file and no line.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    plots = [plot for plot in plots if any(np.isfinite(y).any() for _, y in plot.curves)]
+    plots = [plot for plot in plots if has_values(plot)]
     if not plots:
         return []
     columns = min(2, len(plots))
     rows = math.ceil(len(plots) / 2)
-    height = 4.6 if polar else 3.3
-    size = (5.6 * columns, height * rows + 0.5)  # inches
-    image = Figure(size, dpi=130, layout="constrained")
+    height = rows * (4.6 if polar else 3.3) + 0.25 * len(names) / columns
+    image = Figure((5.6 * columns, height), dpi=130, layout="constrained")
     for place, plot in enumerate(plots, 1):
         axes = image.add_subplot(rows, columns, place, polar=polar)
         draw(axes, plot, names)
         if polar:
             axes.tick_params(axis="x", pad=26)  # labels beside the circle
-            axes.yaxis.set_major_locator(MaxNLocator(4))
-    handles, labels = image.axes[0].get_legend_handles_labels()
-    longest = max(map(len, names))
-    fit = 56 * columns // (longest + 8)  # a letter's width, and a line and its gaps
-    image.legend(handles, labels, loc="outside lower center", ncols=min(4, max(1, fit)))
+    image.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.savefig(path)
     return [f"![{caption}]({path.name})", "", caption, ""]
 
 
+def has_values(plot: Plot) -> bool:
+    return any(np.isfinite(y).any() for _, y in plot.curves)
+
+
 def draw(axes, plot: Plot, names: list[str]) -> None:
     axes.set_prop_cycle(**STYLE)
-    bands = plot.half_widths or [None] * len(names)
-    for name, (x, y), half in zip(names, plot.curves, bands, strict=True):
+    halves = plot.half_widths or [None] * len(names)
+    for name, (x, y), half in zip(names, plot.curves, halves, strict=True):
         every = max(1, len(x) // 10)
-        (line,) = axes.plot(x, y, label=name, linewidth=1.4, markersize=5, markevery=every)
-        if half is not None:
-            axes.fill_between(
-                x, y - half, y + half, color=line.get_color(), alpha=0.15, linewidth=0
-            )
+        axes.errorbar(x, y, half, label=name, linewidth=1.4, markersize=5, markevery=every)
     axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel, **plot.settings)
     axes.grid(alpha=0.3)
 
@@ -150,9 +140,6 @@ def depth_plot(losses: list[dict[int, float]], ylabel: str) -> Plot:
         known = sorted(loss)
         values = [loss[depth] for depth in known]
         curves.append((np.log2(known), np.array(values, float)))
-    labelled = depths[:1]
-    for depth in depths:
-        if depth >= 4 / 3 * labelled[-1]:  # closer ones would overlap
-            labelled.append(depth)
-    ticks = {"xticks": np.log2(labelled), "xticklabels": labelled}
-    return Plot("depth, loops", ylabel, curves, ticks)
+    first, last = np.log2([depths[0], depths[-1]]).astype(int)
+    powers = np.arange(first, last + 1)
+    return Plot("depth, loops", ylabel, curves, {"xticks": powers, "xticklabels": 2**powers})

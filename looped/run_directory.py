@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from looped.checkpoint import network_differences, newest_checkpoint
-from looped.console import DAMAGE, fail, flag, outside
-from looped.files import LOCK, file_hash, lock, write_atomic
+from looped.checkpoint import differences, newest_checkpoint
+from looped.console import DAMAGE, fail, outside
+from looped.files import lock, write_atomic
 from looped.machine import note_other_code, peak_flops, peak_memory
 from looped.settings import eval_depths
 from looped.validation import rows_asked
@@ -22,9 +22,6 @@ CHANGEABLE = {
     "device", "device_batch_size", "compile", "loss_chunk", "checkpoint_loops",
 }  # fmt: skip
 
-# What a start that was cut off before config.json leaves behind.
-LEFTOVERS = {LOCK, ".config.json.tmp"}
-
 
 def default_directory(args, cfg) -> str:
     """Where a run goes that was given no --out."""
@@ -32,49 +29,38 @@ def default_directory(args, cfg) -> str:
     return f"runs/{args.preset}{gain}-s{args.seed}"
 
 
-def differences(old: dict, new: dict, defaults: dict) -> list[str]:
-    """The settings in which a continued run would differ from its beginning.
-
-    old, new: contents of config.json; defaults: of the network's settings, for those that an older
-    run lacks.
-    """
-    names = network_differences(old["model"], new["model"], defaults)
-    for name, value in new["args"].items():
-        if name not in CHANGEABLE and old["args"].get(name, value) != value:
-            names.append(f"{flag(name)} {old['args'][name]} (now {value})")
-    for name in ("tokenizer", "data"):
-        was = old[name]["sha256"]
-        now = new[name]["sha256"]
-        if was != now:
-            names.append(f"{name} {str(was)[:10]} (now {now[:10]})")
-    return names
+def decisive(config: dict) -> dict:
+    """Of config.json what must stay when a run is continued, in one dictionary."""
+    flags = {name: value for name, value in config["args"].items() if name not in CHANGEABLE}
+    hashes = {name: config[name]["sha256"] for name in ("tokenizer", "data")}
+    return config["model"] | flags | hashes
 
 
 def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path | None:
-    """Rank 0 makes the run directory, or checks the one to continue; -> the checkpoint to continue
+    """Rank 0 makes the run directory, or checks the one to continue -> the checkpoint to continue
     from.
+
+    defaults: of the network's settings, for those that an older run lacks.
     """
     file = run / "config.json"
     hold_run(run)
-    continued = file.is_file()
-    if continued and not resume:
-        fail(f"{run} exists; add --resume to continue it, or name another with --out")
-    advice = "restore it, or name another run with --out"
-    with outside(f"{file} is damaged", advice):
-        begun = json.loads(file.read_text()) if continued else config
-        differing = differences(begun, config, defaults)
-    if differing:
-        names = ", ".join(differing)
-        advice = "repeat them, or name another with --out"
-        fail(f"{run} was begun with other settings: {names}; {advice}")
+    begun = config
+    if file.is_file():
+        if not resume:
+            fail(f"{run} exists; add --resume to continue it, or name another with --out")
+        with outside(f"{file} is damaged", "restore it, or name another run with --out"):
+            begun = json.loads(file.read_text())
+            begun["model"] = defaults | begun["model"]
+            differing = ", ".join(differences(decisive(begun), decisive(config)))
+        if differing:
+            advice = "repeat them, or name another with --out"
+            fail(f"{run} was begun with other settings: {differing}; {advice}")
     if config["args"]["keep_every"] is None:
         config["args"]["keep_every"] = begun["args"].get("keep_every") or 0
     newest = newest_checkpoint(run)
     if newest:
         note_other_code(run, begun)
-    elif continued:
-        print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
-    if not newest:  # the code may have changed since the run was begun
+    else:  # the code may have changed since the run was begun
         write_atomic(file, json.dumps(config, indent=1).encode())
     write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
     for left in run.glob(".step_*.tmp"):  # of a killed run
@@ -89,11 +75,10 @@ def hold_run(run: Path) -> None:
     """Makes the run directory, and keeps other processes from it until release_run, or until this
     one ends; refuses one that holds anything other than a run.
     """
-    if run.is_dir() and not (run / "config.json").is_file():
-        foreign = sorted({path.name for path in run.iterdir()} - LEFTOVERS)
-        if foreign:
-            advice = f"restore that, or name another with --out, for example --out {run / 'run'}"
-            fail(f"{run} holds {foreign[0]} but no config.json: no run to continue; {advice}")
+    foreign = sorted(run.glob("[!.]*"))
+    if foreign and not (run / "config.json").is_file():
+        advice = f"restore that, or name another with --out, for example --out {run / 'run'}"
+        fail(f"{run} holds {foreign[0].name} but no config.json: no run to continue; {advice}")
     what = f"the run directory is {run}, and cannot be made"
     with outside(what, "name another with --out", OSError):
         _held.enter_context(lock(run, "trained"))
@@ -110,9 +95,7 @@ os.register_at_fork(after_in_child=release_run)  # the lock is its parent's
 def begun_dtype(run: Path) -> str | None:
     """The activations' dtype that a run to be continued began with."""
     with contextlib.suppress(OSError, *DAMAGE):
-        dtype = json.loads((run / "config.json").read_text())["dtype"]
-        if dtype in ("float32", "bfloat16"):
-            return dtype
+        return json.loads((run / "config.json").read_text())["dtype"]
     return None
 
 
@@ -148,7 +131,6 @@ class RunLog:
         self.config = config
         self.every = args.log_every
         self.device = device
-        self.peak = peak_flops(device)
         self.steps = 0  # that this process has made
         self.began = time.perf_counter()
         self.last = self.began
@@ -160,8 +142,8 @@ class RunLog:
         if args.wandb:
             import wandb
 
-            begun = run / "config.json"  # written once: a continued run has the same identity
-            identity = f"{file_hash(begun)[:16]}-{begun.stat().st_mtime_ns}"
+            # written once: a continued run has the same identity
+            identity = str((run / "config.json").stat().st_mtime_ns)
             self.wandb = wandb.init(
                 project="looped", name=run.name, id=identity, config=config, resume="allow"
             )
@@ -199,8 +181,9 @@ class RunLog:
         steps = self.config["steps"]
         shown = dict(entry)
         shown["minutes_left"] = (steps - step) * entry["time"] / self.steps / 60
-        if self.peak:
-            flops = entry["tok_s"] * self.config["flops_per_token"] / self.config["ranks"]
-            shown["mfu"] = flops / self.peak
+        peak = peak_flops(self.device)
+        if peak:
+            flops = entry["tok_s"] * self.config["flops_per_token"]
+            shown["mfu"] = flops / (peak * self.config["ranks"])
         parts = [text.format(shown[name]) for name, text in COLUMNS.items() if name in shown]
         print(f"step {step:6d}/{steps}  " + "  ".join(parts), flush=True)

@@ -8,6 +8,7 @@ import statistics
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers import refused
 
@@ -138,25 +139,22 @@ def test_tables_equal_a_second_computation(tmp_path, run_report):
     text = (tmp_path / "report.md").read_text()
     losses, differs, cost = tables(text)
     base = log_of(runs["e"])[-1]["loss"]["8"]
-    for name, mu_rec, last, gap, lowest, perplexity, *numbers in losses[1:]:
-        evals = [record for record in log_of(runs[name]) if record["kind"] == "eval"]
-        by_depth = evals[-1]["loss"]
+    for name, mu_rec, *numbers in losses[1:]:
+        by_depth = log_of(runs[name])[-1]["loss"]
         loss = by_depth["8"]
-        want = [loss, loss - base, loss / math.log(2) / 3.7, *by_depth.values()]
+        want = [loss, loss - base, math.e**loss, loss / math.log(2) / 3.7, *by_depth.values()]
         assert mu_rec == "8"
-        assert [float(x) for x in (last, gap, *numbers)] == [round(x, 4) for x in want]
-        best, step = min((record["loss"]["8"], record["step"]) for record in evals)
-        assert lowest == f"{best:.4f}, {step}" and float(perplexity) == round(math.e**loss, 2)
-    assert losses[0][7:] == [f"depth {depth}" for depth in DEPTHS] and losses[2][3] == "-0.0151"
+        assert [float(x) for x in numbers] == [round(x, 4) for x in want]
+    assert losses[0][6:] == [f"depth {depth}" for depth in DEPTHS] and losses[2][3] == "-0.0151"
     assert differs[1:] == [["gain", "euler", "zoh"]] and "Warning" not in text
     tokens = STEPS * STEP_TOKENS
     minutes = sum(450 + s for s in range(1, STEPS + 1)) / 6e4
     speed = statistics.median(9000 + s**2 for s in range(1, STEPS + 1))
     want = ["1,180,000", f"{tokens:,}", f"{tokens * 2.5e7:.3g}", f"{speed:,.0f}", f"{minutes:.1f}"]
     assert cost[1][1:] == [*want, "1.50", "x86_64, 2 cores"]
-    assert f"{UNIGRAM} nats/token" in text
-    assert text.split("\n")[2] in screen and "\n".join(text.split("\n")[6:10]) in screen
-    assert screen.endswith(f"report: {tmp_path / 'report.md'}\n")
+    assert "-0.0151 nats/token, n = 1" in text
+    shown, _ = screen.split("\nwritten: ")
+    assert text.startswith(shown) and screen.endswith(f"written: {tmp_path / 'report.md'}\n")
 
 
 def test_the_report_opens_with_one_sentence_and_the_losses_by_depth(tmp_path, run_report):
@@ -164,10 +162,7 @@ def test_the_report_opens_with_one_sentence_and_the_losses_by_depth(tmp_path, ru
     loop = make_run(tmp_path / "loop")
     run_report(loop, flat)
     lines = (tmp_path / "report.md").read_text().split("\n")
-    assert lines[2] == (
-        "loop has a validation loss of 4.5000 nats/token at depth 8, "
-        "0.2000 less than flat, which has no loop."
-    )
+    assert lines[2] == "loop has the lowest validation loss, 4.5000 nats/token at depth 8."
     assert lines[4] == "depth.png"
     losses = [read_run(run).last["loss"] for run in (loop, flat)]
     (_, curve), (x, level) = report.depth_plot(losses, "loss").curves
@@ -231,7 +226,7 @@ def test_arms_are_paired_by_seed_in_any_order(tmp_path, run_report):
     assert f"{change}, {note}" in text
     assert "Warning" not in text
     said, warned = compare(*runs[:-1])
-    assert "n = 2" in said and "the arms are not matched seed by seed" in warned
+    assert "n = 2" in said and "not every seed is also there with gain zoh" in warned
 
 
 def test_flags_without_an_effect_on_the_numbers_make_no_arms(tmp_path):
@@ -244,17 +239,25 @@ def test_flags_without_an_effect_on_the_numbers_make_no_arms(tmp_path):
 
 
 @pytest.mark.parametrize("change,warning", [
-    ({"data": {"sha256": "d1"}}, "differ in data"),
-    ({"tokenizer": {"sha256": "t1"}}, "differ in tokenizer; compare bits"),
-    ({"git": {"commit": "abd"}}, "differ in code"),
+    ({"data": {"sha256": "d1"}}, "differ in data.sha256"),
+    ({"tokenizer": {"sha256": "t1"}}, "differ in tokenizer.sha256"),
+    ({"git": {"commit": "abd"}}, "differ in git.commit"),
     ({"dtype": "bfloat16"}, "differ in dtype"),
-    ({"network_code": "abcd"}, "differ in code"),
-    ({"args": {"muon_lr": 0.004}}, "flag differs: muon_lr 0.004 instead of 0.008, gain zoh instead of euler"),
-    ({"steps": 180}, "differ in tokens trained"),
+    ({"network_code": "abcd"}, "differ in network_code"),
+    ({"steps": 180, "data": {"sha256": "d1"}}, "differ in data.sha256, tokens"),
+    ({"args": {"muon_lr": 0.004}}, "flag differs: gain zoh instead of euler, muon_lr 0.004 instead of 0.008"),
+    ({"steps": 180}, "differ in tokens"),
 ])  # fmt: skip
 def test_what_else_differs_is_a_warning(tmp_path, change, warning):
-    (warned,) = compare(make_run(tmp_path / "a"), make_run(tmp_path / "b", "zoh", **change))
+    _, warned = compare(make_run(tmp_path / "a"), make_run(tmp_path / "b", "zoh", **change))
     assert warned.startswith("Warning: ") and warning in warned
+
+
+def test_a_flag_that_one_run_was_not_given_differs(tmp_path):
+    values = (None, None, "a")
+    runs = [make_run(tmp_path / str(i), args={"init_from": x}) for i, x in enumerate(values)]
+    lines = report.flag_table([read_run(path, path.name) for path in runs])
+    assert tables("\n".join(lines))[0][1:] == [["init_from", "–", "–", "a"]]
 
 
 def test_the_flat_twin_differs_in_one_thing_and_so_do_the_gains(tmp_path, run_report):
@@ -268,9 +271,9 @@ def test_the_flat_twin_differs_in_one_thing_and_so_do_the_gains(tmp_path, run_re
     run_report(*runs, flat)
     text = (tmp_path / "report.md").read_text()
     assert "Warning" not in text and ["mu_rec", "8", "8", "0"] in tables(text)[1]
-    assert tables(text)[0][3][3] == "+0.4000"  # each at its own mu_rec
+    assert tables(text)[0][3][3] == "0.4000"  # each at its own mu_rec
     write_log(flat, log)
-    (warned,) = compare(
+    _, warned = compare(
         runs[0], make_run(tmp_path / "b", preset=preset, model=network, args={"muon_lr": 1})
     )
     assert "muon_lr 1 instead of" in warned and "n_prelude" not in warned
@@ -304,16 +307,14 @@ def test_a_run_that_was_never_evaluated_is_reported(tmp_path, run_report):
     (tmp_path / "data" / "manifest.json").unlink()
     screen = run_report(run)
     assert "| young | 8 | – | – |" in screen and "unfinished at step 14" in screen
-    text = (run / "report.md").read_text()
-    assert "Knowing token frequencies only: – nats/token" in text
-    assert "No validation loss is finite yet." in text
+    assert "No validation loss is finite yet." in screen
 
 
 @pytest.mark.parametrize("file,content,message", [
-    ("log.jsonl", '{"kind": "tr', "log.jsonl has no step (line 1 is damaged)"),
-    ("log.jsonl", '{"kind":"train","step":"5","loss":1}', "has no step (line 1 is damaged)"),
+    ("log.jsonl", '{"kind": "tr', "log.jsonl has no whole step"),
+    ("log.jsonl", '{"kind":"train","step":5}', "is damaged (KeyError: 'loss')"),
     ("log.jsonl", None, "lacks config.json or log.jsonl"),
-    ("config.json", '{"args": ', "config.json is damaged"), ("config.json", "{}", "config.json is damaged"),
+    ("config.json", '{"args": ', "config.json is damaged"), ("config.json", "{}", "is damaged (KeyError: 'args')"),
     ("core_core_parcae.json", '{"panel": "core"', "core_core_parcae.json is damaged"),
 ])  # fmt: skip
 def test_user_mistakes_end_in_one_line(tmp_path, run_report, capsys, file, content, message):
@@ -329,44 +330,36 @@ def test_user_mistakes_end_in_one_line(tmp_path, run_report, capsys, file, conte
 
 
 @pytest.mark.parametrize("change", [
-    {"args": None}, {"data": None}, {"data": {"path": 3, "sha256": "d"}}, {"data": {"path": "d"}}, {"params": "x"},
-    {"model": {"mu_rec": "x"}}, {"tokenizer": []}, {"tokenizer": {}}, {"flops_per_token": None},
+    {"args": None}, {"data": None}, {"data": {"path": 3}}, {"data": {}}, {"model": {}}, {"model": []},
 ])  # fmt: skip
 def test_an_altered_config_is_refused(tmp_path, capsys, change):
     run = make_run(tmp_path / "r")
     (run / "config.json").write_text(json.dumps(CONFIG | change))
-    refused(capsys, lambda: read_run(run), "config.json is damaged")
-
-
-@pytest.mark.parametrize("name", CONFIG.keys() - {"machine", "ranks"})
-def test_a_config_that_lacks_something_is_refused(tmp_path, capsys, name):
-    run = make_run(tmp_path / "r")
-    config = {key: value for key, value in CONFIG.items() if key != name}
-    (run / "config.json").write_text(json.dumps(config))
-    refused(capsys, lambda: read_run(run), "config.json is damaged", name)
+    refused(capsys, lambda: read_run(run), "is damaged")
 
 
 @pytest.mark.parametrize("content", [
-    "[]", '{"depths": []}', '{"depths": {"8": {"aggregate": {"mean": 1}, "core": 1}}}', '{"depths": {"x": 1}}', '{"depths": {"8": 1}}', '{"depths": {"8": {"aggregate": []}}}',
-    '{"depths": {"8": {"aggregate": {"mean": "x"}}}}', '{"panel": [], "depths": {"8": {"aggregate": {}}}}',
-    '{"panel": "core", "depths": {"8": {"aggregate": {"name": "x", "mean": 1, "std": 0}}}}',
+    "[]", '{"panel": "core"}', '{"depths": {"x": 1}}', '{"panel": [], "depths": {"8": {}}}',
 ])  # fmt: skip
-def test_scores_of_wrong_types_are_named(tmp_path, capsys, content):
+def test_scores_that_are_none_are_named(tmp_path, capsys, content):
     run = make_run(tmp_path / "r")
     (run / "core_core_parcae.json").write_text(content)
-    refused(capsys, lambda: read_run(run), "core_core_parcae.json is damaged")
+    refused(capsys, lambda: read_run(run), "is damaged")
 
 
-def test_lines_of_wrong_types_are_damaged_lines(tmp_path, run_report):
+def test_lines_that_are_no_records_are_left_out(tmp_path, run_report):
     run = make_run(tmp_path / "r")
     good = log_of(run)
     step, evaluation = good[0], good[-1]
+    unnamed = {name: value for name, value in step.items() if name != "step"}
     bad = [
-        step | {"step": None}, step | {"loss": "x"}, step | {"loss": None}, step | {"ms": "x"},
-        {name: value for name, value in step.items() if name != "loss"},
-        {name: value for name, value in step.items() if name != "tokens"},
-        evaluation | {"loss": {"8": None}}, evaluation | {"bpb": {"8": "x"}}, evaluation | {"loss": {"x": 1}}, [], 1,
-    ]  # fmt: skip
+        unnamed,
+        step | {"step": None},
+        evaluation | {"bpb": None},
+        evaluation | {"loss": {"x": 1}},
+        [],
+        1,
+    ]
     write_log(run, [*bad, *good])
     train, evals, damaged = read_log(run / "log.jsonl")
     assert damaged == list(range(1, len(bad) + 1))
@@ -392,15 +385,16 @@ def test_scores_under_other_rules_are_not_put_side_by_side(tmp_path, run_report)
     assert [found[1][0] for found in tables(text)[3:]] == ["a", "b"]
 
 
-def test_the_headline_names_the_best_looped_run_and_the_best_flat_one():
+def test_the_headline_names_the_lowest_of_the_finite_losses():
     runs = []
-    for name, loss, depth in (("a", 4.0, 8), ("b", 3.9, 8), ("f", 4.2, 0), ("g", 4.3, 0)):
+    for name, loss, depth in (("a", 4.0, 8), ("b", 3.9, 8), ("f", math.nan, 0), ("g", 4.3, 0)):
         runs.append(SimpleNamespace(name=name, loss=loss, depth=depth))
-    wanted = "b has a validation loss of 3.9000 nats/token at depth 8, 0.3000 less than f"
-    assert report.headline(runs).startswith(wanted)
+    assert report.headline(runs).startswith("b has the lowest validation loss, 3.9000")
 
 
 def test_curves_are_means_of_a_hundred_parts_and_radars_are_closed():
-    assert report.means_of_parts(np.arange(200.0))[:2] == [0.5, 2.5]
-    plot = report.radar("k", [{"k": {"a": 1, "b": 2}}])
-    assert list(plot.curves[0][1]) == [1, 2, 1]
+    records = pd.DataFrame({"tokens": np.arange(200) * 1e6, "loss": np.arange(200.0)})
+    tokens, means = report.curve(records, "loss")
+    assert list(means[:2]) == list(tokens[:2]) == [0.5, 2.5] and len(means) == 100
+    plot = report.radar([{"a": 1, "b": 2}])
+    assert [list(y) for _, y in plot.curves] == [[1, 2, 1], [0, 0, 0]]

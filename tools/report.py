@@ -8,16 +8,15 @@ first run. Runs that differ in nothing but the seed form an arm; arms are paired
 by seed. Losses: nats per token.
 """
 
-import math
 import os
 import textwrap
-from collections import defaultdict
 from dataclasses import asdict
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from looped.console import Parser, run_cli
 from looped.figures import (
@@ -25,17 +24,17 @@ from looped.figures import (
     depth_plot,
     figure,
     fmt,
+    frame_table,
     interval_note,
     plus_minus,
     records_table,
-    table,
+    save_page,
 )
-from looped.logs import CoreRules, LoggedRun, nearest, read_run
+from looped.logs import CoreRules, LoggedRun, read_run
 from looped.run_directory import CHANGEABLE
 from looped.settings import unheeded
 from model import PRESETS, ModelConfig
 
-TOKENS = "tokens trained, millions"
 POINTS = 100  # of a curve over training, each the mean of its steps
 # what is drawn of the training records: {name: (the axis' label, its scale)}
 CURVES = {
@@ -46,239 +45,193 @@ CURVES = {
     "state_norm": ("state norm ‖h‖ after the last loop", "linear"),
     "residual": ("residual ‖Δh‖ of the last loop", "log"),
 }
-COSTS = [
-    "run", "parameters", "tokens trained", "training FLOPs", "tokens/s", "minutes in steps",
-    "peak memory, GiB", "machine",
-]  # fmt: skip
-SCORES = {  # {column: format of its numbers}
+COSTS = {  # {column: format of its numbers}
+    "run": "", "parameters": ",", "tokens trained": ",", "training FLOPs": ".3g",
+    "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GiB": ".2f", "machine": "",
+}  # fmt: skip
+SCORES = {
     "run": "", "depth": "", "name": "", "mean": ".4f", "std": ".4f", "tasks_done": "",
     "tasks_total": "",
 }  # fmt: skip
-RADARS = {"core": ["categories_fine"], "core-extended": ["categories_fine", "categories_ext"]}
+# what should be the same where losses are compared: of config.json and of the last evaluation
+SHARED = [
+    "versions.torch", "versions.numpy", "device", "dtype", "git.commit", "git.diff",
+    "network_code", "data.sha256", "tokenizer.sha256", "tokens", "eval_tokens",
+]  # fmt: skip
 
 
 def settings(run: LoggedRun) -> dict:
-    """The flags of the training and the network that have an effect on a run's numbers, and a hash
-    of the network's code.
-    """
-    # what an older run lacks had the default
-    flags = run.config["args"] | asdict(ModelConfig()) | run.config["model"]
-    known = {name: value for name, value in flags.items() if name not in CHANGEABLE | {"dtype"}}
-    return known | {"code": run.config.get("network_code", "")[:10]}
+    """The flags that have an effect on a run's numbers; what an older run lacks had the default."""
+    flags = asdict(ModelConfig()) | run.flags
+    return {name: value for name, value in flags.items() if name not in CHANGEABLE | {"dtype"}}
 
 
 def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
-    """In words, the flags apart from the seed in which a run differs from another; another preset
-    stands for all that it changes in the network.
+    """In words, the flags apart from the seed in which a run differs from another, or else its
+    code. Another preset stands for all that it changes in the network.
     """
     ours = settings(run)
     theirs = settings(base)
-    names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-    if "preset" in names:
-        own = asdict(PRESETS.get(ours.get("preset"), ModelConfig()))
-        meant = {name for name, value in own.items() if ours.get(name) == value}
-        meant |= unheeded(run.config["model"]["n_core"])
-        names = [name for name in names if name not in meant]
-    names = [name for name in names if name != "seed"]
-    if names != ["code"]:  # a flag names the change
-        names = [name for name in names if name != "code"]
-    return [f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names]
+    expected = theirs
+    if ours["preset"] != theirs["preset"]:
+        expected = theirs | asdict(PRESETS.get(ours["preset"], ModelConfig()))
+    idle = unheeded(ours["n_core"]) | {"seed"}
+    found = []
+    for name, value in ours.items():
+        was = theirs.get(name)
+        if value not in (was, expected.get(name)) and name not in idle:
+            found.append(f"{name} {value} instead of {was}")
+    if not found and run.config.get("network_code") != base.config.get("network_code"):
+        found.append("other code of the network")
+    return found
 
 
 def compare_arms(runs: list[LoggedRun]) -> list[str]:
-    """A sentence on each arm of several seeds against the first arm, and what makes it unfair."""
-    arms = defaultdict(dict)  # {settings but the seed: {seed: run}}
+    """A sentence on each arm against the first one, and what makes the comparison unfair."""
+    arms = {}  # {changes: {seed: loss}}
     for run in runs:
-        decisive = settings(run)
-        seed = decisive.pop("seed", None)
-        arms[repr(decisive)][seed] = run
-    base = next(iter(arms.values()))
+        arm = arms.setdefault(tuple(changes(run, runs[0])), {})
+        arm[run.flags["seed"]] = run.loss
+    base = arms[()]
     remarks = []
-    for arm in arms.values():
-        changed = changes(next(iter(arm.values())), runs[0])
+    for changed, losses in arms.items():
         words = ", ".join(changed)
-        both = [seed for seed in arm if seed in base]
-        gaps = [arm[seed].loss - base[seed].loss for seed in both]
-        if changed and len(gaps) > 1:
+        gaps = [losses[seed] - base[seed] for seed in losses if seed in base]
+        if changed and gaps:
             change = f"{plus_minus(gaps, '+.4f')} nats/token, {interval_note(gaps)}"
             remarks.append(f"With {words} the loss changes by {change}, paired by seed.")
         if len(changed) > 1:
             remarks.append(f"Warning: more than one flag differs: {words}.")
-    matched = all(arm.keys() == base.keys() for arm in arms.values())
-    if not matched or len(runs) > len(arms) * len(base):
-        remarks.append("Warning: the arms are not matched seed by seed.")
-    facts = [circumstances(run) for run in runs]
-    for name, value in facts[0].items():
-        if any(other[name] != value for other in facts):
-            remarks.append(f"Warning: the runs differ in {name}.")
+        if losses.keys() != base.keys():
+            remarks.append(f"Warning: not every seed is also there with {words}.")
+    facts = pd.json_normalize([run.config | run.last for run in runs])
+    values = facts.reindex(columns=SHARED).astype(str).nunique(dropna=False)
+    differ = ", ".join(values.index[values > 1])
+    if differ:
+        remarks.append(f"Warning: the runs differ in {differ}.")
     return remarks
 
 
-def circumstances(run: LoggedRun) -> dict:
-    """What should be the same where losses are compared."""
-    config = run.config
-    facts = {name: config[name] for name in ("versions", "device", "dtype")}
-    return facts | {
-        "code": [config["git"], config.get("network_code")],
-        "data": config["data"]["sha256"],
-        "tokenizer; compare bits per byte": config["tokenizer"]["sha256"],
-        "tokens trained": run.last.get("tokens"),
-        "validation tokens": run.last.get("eval_tokens"),
-    }
-
-
 def headline(runs: list[LoggedRun]) -> str:
-    """The lowest loss of the looped runs, beside the lowest of those without a loop."""
-    ranked = sorted((run for run in runs if math.isfinite(run.loss)), key=attrgetter("loss"))
-    if not ranked:
+    measured = [run for run in runs if np.isfinite(run.loss)]
+    if not measured:
         return "No validation loss is finite yet."
-    flat = [run for run in ranked if not run.depth]
-    looped = [run for run in ranked if run.depth]
-    best = [*looped, *flat][0]
-    text = f"{best.name} has a validation loss of {best.loss:.4f} nats/token at depth {best.depth}"
-    if not looped or not flat:
-        return text + "."
-    gap = best.loss - flat[0].loss
-    word = "less" if gap < 0 else "more"
-    return f"{text}, {abs(gap):.4f} {word} than {flat[0].name}, which has no loop."
+    best = min(measured, key=attrgetter("loss"))
+    lowest = f"the lowest validation loss, {best.loss:.4f} nats/token at depth {best.depth}"
+    return f"{best.name} has {lowest}."
 
 
 def loss_table(runs: list[LoggedRun]) -> list[str]:
-    """Each run at its own mu_rec, the last loss and the lowest, then its losses at all depths."""
-    depths = sorted(set().union(*(run.last["loss"] for run in runs)))
-    header = ["run", "depth", "validation loss", "less the first's", "lowest, at step"]
-    header += ["perplexity", "bits per byte", *(f"depth {depth}" for depth in depths)]
+    """The last validation of each run: at its own mu_rec, then at all depths."""
     rows = []
     for run in runs:
-        difference = fmt(run.loss - runs[0].loss, "+.4f")
-        perplexity = fmt(np.exp(run.loss), ".2f")
-        bits = fmt(run.last["bpb"].get(run.depth))
-        losses = [fmt(run.last["loss"].get(depth)) for depth in depths]
-        row = [run.name, run.depth, fmt(run.loss), difference, lowest(run), perplexity, bits]
-        rows.append([*row, *losses])
-    return table(header, rows)
-
-
-def lowest(run: LoggedRun) -> str:
-    """The lowest of its validation losses at its depth, and the step."""
-    losses = validation_losses(run)
-    if not np.isfinite(losses).any():
-        return "–"
-    at = np.nanargmin(losses)
-    return f"{losses[at]:.4f}, {run.evals[at]['step']}"
-
-
-def validation_losses(run: LoggedRun) -> np.ndarray:
-    """At its depth, over training; NaN where it was not measured."""
-    losses = [evaluation["loss"].get(run.depth) for evaluation in run.evals]
-    return np.array(losses, float)
+        row = {
+            "run": run.name,
+            "depth": run.depth,
+            "validation loss": run.loss,
+            "less the first's": run.loss - runs[0].loss,
+            "perplexity": np.exp(run.loss),
+            "bits per byte": run.last["bpb"].get(run.depth),
+        }
+        losses = {f"depth {depth}": loss for depth, loss in run.last["loss"].items()}
+        rows.append(row | losses)
+    frame = pd.DataFrame(rows).set_index(["run", "depth"])
+    return frame_table(frame.map(fmt))
 
 
 def flag_table(runs: list[LoggedRun]) -> list[str]:
     """The flags in which any two runs differ."""
-    every = [settings(run) for run in runs]
-    rows = []
-    for name in dict.fromkeys(chain(*every)):
-        values = [flags.get(name) for flags in every]
-        if values.count(values[0]) < len(values):
-            rows.append([name, *values])
-    return table(["flag", *(run.name for run in runs)], rows)
+    flags = pd.DataFrame({run.name: settings(run) for run in runs}, dtype=object)
+    differ = flags.astype(str).nunique(axis=1, dropna=False) > 1
+    return frame_table(flags[differ].rename_axis("flag"))
 
 
 def cost_table(runs: list[LoggedRun]) -> list[str]:
     rows = []
     for run in runs:
-        tokens = run.train[-1]["tokens"]
-        flops = fmt(tokens * run.config["flops_per_token"], ".3g")
-        speed = fmt(np.median(series(run.train, "tok_s")), ",.0f")
-        minutes = fmt(series(run.train, "ms").sum() / 6e4, ".1f")
-        memory = fmt(series(run.train, "mem_gb").max(), ".2f")
-        numbers = [f"{run.config['params']:,}", f"{tokens:,}", flops, speed, minutes, memory]
-        rows.append([run.name, *numbers, run.config.get("machine")])
-    return table(COSTS, rows)
+        steps = pd.DataFrame(run.train)
+        tokens = steps.tokens.max()
+        cost = {
+            "run": run.name,
+            "parameters": run.config.get("params"),
+            "tokens trained": tokens,
+            "training FLOPs": tokens * run.config.get("flops_per_token", np.nan),
+            "tokens/s": steps.tok_s.median(),
+            "minutes in steps": steps.ms.sum() / 6e4,
+            "peak memory, GiB": steps.mem_gb.max(),
+            "machine": run.config.get("machine"),
+        }
+        rows.append(cost)
+    return records_table(rows, COSTS)
 
 
-def series(records: list[dict], name: str) -> np.ndarray:
-    """NaN where a record has none."""
-    return np.array([record.get(name) for record in records], float)
-
-
-def means_of_parts(values: np.ndarray) -> list[float]:
-    """The means of POINTS parts."""
-    parts = np.array_split(values, min(POINTS, len(values)))
-    return [part.mean() for part in parts]
+def curve(records: pd.DataFrame, name: str) -> tuple[pd.Series, pd.Series]:
+    """Millions of tokens, and a column of the records, both as means of at most POINTS parts."""
+    known = records.reindex(columns=["tokens", name]).astype(float)
+    parts = known.index * POINTS // max(1, len(known))
+    means = known.groupby(parts).mean(skipna=False)
+    return means.tokens / 1e6, means[name]
 
 
 def training_figure(runs: list[LoggedRun], out: Path) -> list[str]:
+    xlabel = "tokens trained, millions"
     plots = []
     for name, (ylabel, scale) in CURVES.items():
-        curves = []
-        for run in runs:
-            tokens = series(run.train, "tokens") / 1e6
-            curves.append((means_of_parts(tokens), means_of_parts(series(run.train, name))))
-        plots.append(Plot(TOKENS, ylabel, curves, {"yscale": scale}))
-    curves = []
-    for run in runs:
-        curves.append((series(run.evals, "tokens") / 1e6, validation_losses(run)))
-    plots.append(Plot(TOKENS, "validation loss, nats/token", curves))
-    names = [run.name for run in runs]
-    return figure(out / "training.png", "Over training.", names, plots)
+        curves = [curve(pd.DataFrame(run.train), name) for run in runs]
+        plots.append(Plot(xlabel, ylabel, curves, {"yscale": scale}))
+    curves = [curve(pd.json_normalize(run.evals), f"loss.{run.depth}") for run in runs]
+    plots.append(Plot(xlabel, "validation loss, nats/token", curves))
+    return figure(out / "training.png", "Over training.", [run.name for run in runs], plots)
 
 
 def core_section(rules: CoreRules, runs: list[LoggedRun], out: Path) -> list[str]:
-    """Scores of runs by depth, and at mu_rec the radar of their categories."""
-    names = [run.name for run in runs]
-    scores = []
+    """Scores of runs by depth, and at mu_rec the radars of their categories."""
     rows = []
     for run in runs:
-        by_depth = run.core[rules]
-        scores.append(by_depth[nearest(by_depth, run.depth)])
-        for depth, score in sorted(by_depth.items()):
-            for average in ("aggregate", "core"):
-                if average in score:
-                    rows.append({"run": run.name, "depth": depth, **score[average]})
+        for depth, score in run.core[rules].items():
+            for average in (score["aggregate"], score.get("core")):
+                if average:
+                    rows.append({"run": run.name, "depth": depth, **average})
     known = [f"{name} {rule}" for name, rule in rules._asdict().items() if rule]
     lines = [f"## {', '.join(known)}", "", *records_table(rows, SCORES)]
-    plots = [radar(kind, scores) for kind in RADARS.get(rules.panel, [])]
+    plots = []
+    for kind in ("categories_fine", "categories_ext"):
+        plots.append(radar([run.core[rules].get(run.depth, {}).get(kind, {}) for run in runs]))
+    names = [*(run.name for run in runs), "chance"]
     file = out / f"radar_{'_'.join(known).replace(' ', '_')}.png"
-    caption = "Mean centred accuracy by category at mu_rec."
-    return lines + figure(file, caption, [*names, "chance"], plots, polar=True)
+    return lines + figure(file, "Mean centred accuracy by category at mu_rec.", names, plots, True)
 
 
-def radar(kind: str, scores: list[dict]) -> Plot:
-    """A closed curve for each score, and one at 0 for chance."""
-    names = list(dict.fromkeys(chain(*(score.get(kind, {}) for score in scores))))
-    angles = np.linspace(0, 2 * math.pi, len(names) + 1) if names else np.zeros(0)
-    curves = []
-    for score in scores:
-        means = [score.get(kind, {}).get(name) for name in names]
-        closed = np.array([*means, *means[:1]], float)
-        curves.append((angles, closed))
-    curves.append((angles, np.zeros(len(angles))))
-    labels = [textwrap.fill(name, 16, break_long_words=False) for name in names]
-    return Plot("", "", curves, {"xticks": angles[:-1], "xticklabels": labels})
+def radar(categories: list[dict]) -> Plot:
+    """A closed curve for each run's {category: mean}, and one at 0 for chance."""
+    means = pd.DataFrame([*categories, {}])
+    means.iloc[-1] = 0
+    closed = pd.concat([means, means.iloc[:, :1]], axis=1).to_numpy(float)
+    angles = np.linspace(0, 2 * np.pi, closed.shape[1])
+    labels = [textwrap.fill(name, 16, break_long_words=False) for name in means]
+    ticks = {"xticks": angles[:-1], "xticklabels": labels}
+    return Plot("", "", [(angles, row) for row in closed], ticks)
 
 
-def write_report(runs: list[LoggedRun], out: Path) -> list[str]:
-    """-> its beginning, without the picture, for the screen."""
+def report(runs: list[LoggedRun], out: Path) -> None:
+    """The page and its figures; its beginning goes to the screen, too."""
     names = [run.name for run in runs]
+    lines = [f"# {', '.join(names)}", "", headline(runs), ""]
+    plot = depth_plot([run.last["loss"] for run in runs], "validation loss, nats/token")
+    lines += figure(out / "depth.png", "Last validation loss against depth.", names, [plot])
+    lines += loss_table(runs)
     remarks = compare_arms(runs)
-    remarks.append(f"Knowing token frequencies only: {fmt(runs[0].unigram)} nats/token.")
     for run in runs:
         remarks += [f"{run.name}: {note}." for note in run.notes]
-    losses = loss_table(runs)
-    plot = depth_plot([run.last["loss"] for run in runs], "validation loss, nats/token")
-    lines = [f"# {', '.join(names)}", "", headline(runs), ""]
-    lines += figure(out / "depth.png", "Last validation loss against depth.", names, [plot])
-    lines += [*losses, "\n\n".join(remarks), ""]
+    lines += ["\n\n".join(remarks), ""]
+    print("\n".join(lines))
     lines += training_figure(runs, out)
     lines += ["## What differs", "", *flag_table(runs)]
     lines += ["## Cost", "", *cost_table(runs)]
     for rules in dict.fromkeys(chain(*(run.core for run in runs))):
         scored = [run for run in runs if rules in run.core]
         lines += core_section(rules, scored, out)
-    (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
-    return [headline(runs), "", *losses, *remarks]
+    save_page(out / "report", lines)
 
 
 def main(argv=None):
@@ -287,17 +240,10 @@ def main(argv=None):
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories, the reference first")
     add("--out", type=Path, help="for report.md and figures (default: the runs' common parent)")
     args = parser.parse_args(argv)
-    runs = [read_run(path) for path in args.runs]
-    parents = [run.path.resolve().parent for run in runs]
-    common = Path(os.path.commonpath(parents))
-    for run in runs:
-        run.name = str(run.path.resolve().relative_to(common))
-    out = common if len(runs) > 1 else args.runs[0]
-    if args.out:
-        out = args.out
-    out.mkdir(parents=True, exist_ok=True)
-    print("\n".join(write_report(runs, out)))
-    print(f"report: {out / 'report.md'}")
+    paths = [path.resolve() for path in args.runs]
+    common = os.path.commonpath([path.parent for path in paths])
+    runs = [read_run(path, os.path.relpath(path, common)) for path in paths]
+    report(runs, args.out or Path(os.path.commonpath(paths)))
 
 
 if __name__ == "__main__":

@@ -101,9 +101,8 @@ def read_checkpoint(path: Path) -> dict:
     except (OSError, MemoryError):
         raise
     except Exception as e:  # a damaged or hostile file may raise anything
-        reason = "more than tensors in it" if "weights_only" in str(e) else type(e).__name__
-        what = f"{path} is not a checkpoint of this program ({reason}); delete it"
-        raise ValueError(what) from None
+        kind = type(e).__name__
+        raise ValueError(f"{path} is not a checkpoint ({kind}); delete it") from None
 
 
 def differences(old: dict, new: dict) -> list[str]:
@@ -111,11 +110,13 @@ def differences(old: dict, new: dict) -> list[str]:
 
     A model without a loop heeds no setting of the loop.
     """
-    unlike = [name for name in old if old[name] != new.get(name)]
     idle = unheeded(new["n_core"])
-    return [
-        f"{flag(name)} {old[name]} (now {new.get(name)})" for name in unlike if name not in idle
-    ]
+    found = []
+    for name, was in old.items():
+        now = new.get(name)
+        if was != now and name not in idle:
+            found.append(f"{flag(name)} {was} (now {now})")
+    return found
 
 
 def same_settings(state: dict, cfg) -> None:

@@ -94,6 +94,7 @@ def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False)
     A plot without a finite value is left out; without any there is no file and no line.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     plots = [plot for plot in plots if has_values(plot)]
     if not plots:
@@ -107,6 +108,7 @@ def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False)
         draw(axes, plot, names)
         if polar:
             axes.tick_params(axis="x", pad=26)  # labels beside the circle
+            axes.yaxis.set_major_locator(MaxNLocator(4))
     image.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.savefig(path)

@@ -134,10 +134,7 @@ class RunLog:
         self.steps = 0  # that this process has made
         self.began = time.perf_counter()
         self.last = self.began
-        path = run / "log.jsonl"
-        self.file = open(path, "a")  # noqa: SIM115
-        if path.read_bytes()[-1:] not in (b"", b"\n"):
-            self.file.write("\n")  # a line that a kill cut off must not run into the next
+        self.file = open(run / "log.jsonl", "a")  # noqa: SIM115
         self.wandb = None
         if args.wandb:
             import wandb

@@ -307,7 +307,7 @@ def test_a_run_that_was_never_evaluated_is_reported(tmp_path, run_report):
     (tmp_path / "data" / "manifest.json").unlink()
     screen = run_report(run)
     assert "| young | 8 | – | – |" in screen and "unfinished at step 14" in screen
-    assert "No validation loss is finite yet." in screen
+    assert "young has the lowest validation loss, – nats/token" in screen
 
 
 @pytest.mark.parametrize("file,content,message", [

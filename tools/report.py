@@ -12,7 +12,6 @@ import os
 import textwrap
 from dataclasses import asdict
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -113,12 +112,9 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
 
 
 def headline(runs: list[LoggedRun]) -> str:
-    measured = [run for run in runs if np.isfinite(run.loss)]
-    if not measured:
-        return "No validation loss is finite yet."
-    best = min(measured, key=attrgetter("loss"))
-    lowest = f"the lowest validation loss, {best.loss:.4f} nats/token at depth {best.depth}"
-    return f"{best.name} has {lowest}."
+    best = min(runs, key=lambda run: (np.isnan(run.loss), run.loss))
+    loss = f"{fmt(best.loss)} nats/token at depth {best.depth}"
+    return f"{best.name} has the lowest validation loss, {loss}."
 
 
 def loss_table(runs: list[LoggedRun]) -> list[str]:

@@ -667,10 +667,9 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
         if place.rank == 0:
             folder = Path(args.out)
             config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
-            defaults = dataclasses.asdict(ModelConfig())  # as `config_of` takes them
             if not (folder / "config.json").is_file():
                 check_sources(args, cfg, data)
-            newest = prepare_run(folder, config, defaults, args.resume)
+            newest = prepare_run(folder, config, args.resume)
             told = [config, newest, is_finished(folder, args, cfg, data)]
     finally:  # also where it refuses
         if place.world > 1:

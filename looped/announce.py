@@ -6,7 +6,6 @@
 import dataclasses
 import shlex
 import sys
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,6 @@ def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
     network = dataclasses.asdict(cfg)
     sha256 = data.manifest["tokenizer_sha256"]
     tokenizer = {"path": str(data.folder / "tokenizer.json"), "sha256": sha256}
-    program = Path(sys.argv[0]).name
     return {
         "args": {name: value for name, value in vars(args).items() if name not in network},
         "model": network,
@@ -31,7 +29,7 @@ def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
         "device": place.device.type,
         "dtype": args.dtype,
         "ranks": place.world,
-        "command": shlex.join(["python", program, *sys.argv[1:]]),
+        "command": shlex.join(["python", *sys.argv]),
         **environment(),
     }
 

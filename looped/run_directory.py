@@ -36,11 +36,9 @@ def decisive(config: dict) -> dict:
     return config["model"] | flags | hashes
 
 
-def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path | None:
+def prepare_run(run: Path, config: dict, resume: bool) -> Path | None:
     """Rank 0 makes the run directory, or checks the one to continue -> the checkpoint to continue
-    from.
-
-    defaults: of the network's settings, for those that an older run lacks.
+    from. What an older run's config.json lacks is checked with that checkpoint.
     """
     file = run / "config.json"
     hold_run(run)
@@ -50,7 +48,6 @@ def prepare_run(run: Path, config: dict, defaults: dict, resume: bool) -> Path |
             fail(f"{run} exists; add --resume to continue it, or name another with --out")
         with outside(f"{file} is damaged", "restore it, or name another run with --out"):
             begun = json.loads(file.read_text())
-            begun["model"] = defaults | begun["model"]
             differing = ", ".join(differences(decisive(begun), decisive(config)))
         if differing:
             advice = "repeat them, or name another with --out"

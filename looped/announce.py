@@ -56,11 +56,13 @@ def announce(run, first: int, choices: dict) -> None:
 def choices_made(args, place: Place, fit: MemoryFit, rows_given: bool) -> dict:
     """{what: (value, reason)} of the settings that were not, or need not be, asked for."""
     processes = f"{place.world} process(es) of {torch.get_num_threads()} threads"
-    chunk = f"{fit.step.loss_chunk} tokens" if fit.step.loss_chunk else "all tokens"
     chosen = {
         "device": (place.device.type, processes),
         "device batch": (f"{fit.step.rows} rows", "given" if rows_given else "divides the batch"),
-        "loss chunk": (chunk, "by memory" if args.loss_chunk is None else "given"),
+        "loss chunk": (
+            f"{fit.step.loss_chunk or 'all'} tokens",
+            "by memory" if args.loss_chunk is None else "given",
+        ),
     }
     if place.is_gpu:
         chosen["memory"] = (f"peak {fit.peak:.1f} GiB", "at the deepest depth to be expected")

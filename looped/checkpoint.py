@@ -120,11 +120,12 @@ def differences(old: dict, new: dict) -> list[str]:
 
 
 def same_settings(state: dict, cfg) -> None:
-    """ValueError where the settings a checkpoint was made with are not these; one that it lacks had
-    the default.
+    """ValueError where the settings a checkpoint was made with are not these. One that it lacks had
+    the default; imported weights have none.
     """
-    defaults = asdict(type(cfg)())
-    differing = differences(defaults | state["config"], asdict(cfg))
+    new = asdict(cfg)
+    old = asdict(type(cfg)()) | state.get("config", new)
+    differing = differences(old, new)
     if differing:
         raise ValueError(", ".join(differing))
 

@@ -74,10 +74,10 @@ def hold_run(run: Path) -> None:
     """
     foreign = sorted(run.glob("[!.]*"))
     if foreign and not (run / "config.json").is_file():
-        advice = f"restore that, or name another with --out, for example --out {run / 'run'}"
-        fail(f"{run} holds {foreign[0].name} but no config.json: no run to continue; {advice}")
-    what = f"the run directory is {run}, and cannot be made"
-    with outside(what, "name another with --out", OSError):
+        what = f"{run} holds {foreign[0].name} but no config.json: no run to continue"
+        fail(f"{what}; restore that, or name another with --out")
+    advice = "name another with --out"
+    with outside(f"the run directory is {run}, and cannot be made", advice, OSError):
         _held.enter_context(lock(run, "trained"))
 
 
@@ -160,7 +160,7 @@ class RunLog:
         ms = (now - self.last) * 1e3
         self.last = now
         self.steps += 1
-        tokens = self.config["args"]["batch_size"] * self.config["model"]["seq_len"]
+        tokens = entry["tokens"] // entry["step"]
         entry["tok_s"] = tokens * 1e3 / ms
         entry["ms"] = ms
         entry["time"] = now - self.began

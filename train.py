@@ -708,7 +708,7 @@ def train(args, progress: dict) -> None:
         return
     fit = fit_memory(model, optimizer, args, place, rows_given)
     args.device_batch_size = fit.step.rows
-    choices = choices_made(args, place, fit, rows_given)
+    choices = choices_made(args, cfg, place, fit, rows_given)
     choices["activations"] = (args.dtype, dtype_reason)
     choices["compile"] = ("on" if compiled else "off", compile_reason)
     if compiled:
@@ -734,9 +734,7 @@ def train(args, progress: dict) -> None:
     # 5. the end
     join_writer()
     if step < steps or stopped:
-        place.say(
-            f"stopped after step {step} of {steps} and saved; --resume continues, up to --stop-at if given"
-        )
+        place.say(f"stopped after step {step} of {steps} and saved; --resume continues")
     else:
         evaluate(run, steps, final=True)
     leave(place)

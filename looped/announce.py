@@ -6,11 +6,13 @@
 import dataclasses
 import shlex
 import sys
+from pathlib import Path
 
 import torch
 
 from looped.machine import Place, environment
 from looped.memory import MemoryFit
+from looped.ops import attends_by_products
 
 
 def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
@@ -18,6 +20,7 @@ def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
     network = dataclasses.asdict(cfg)
     sha256 = data.manifest["tokenizer_sha256"]
     tokenizer = {"path": str(data.folder / "tokenizer.json"), "sha256": sha256}
+    program = Path(sys.argv[0]).name
     return {
         "args": {name: value for name, value in vars(args).items() if name not in network},
         "model": network,
@@ -29,7 +32,7 @@ def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
         "device": place.device.type,
         "dtype": args.dtype,
         "ranks": place.world,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", program, *sys.argv[1:]]),
         **environment(),
     }
 
@@ -53,11 +56,15 @@ def announce(run, first: int, choices: dict) -> None:
     run.record("start", first, choices=choices)
 
 
-def choices_made(args, place: Place, fit: MemoryFit, rows_given: bool) -> dict:
+def choices_made(args, cfg, place: Place, fit: MemoryFit, rows_given: bool) -> dict:
     """{what: (value, reason)} of the settings that were not, or need not be, asked for."""
     processes = f"{place.world} process(es) of {torch.get_num_threads()} threads"
+    attention = ("torch's", "its own order of kernels")
+    if attends_by_products(place.device.type, getattr(torch, args.dtype), cfg.seq_len):
+        attention = ("two matrix products", "the faster way for short bfloat16 rows on a CPU")
     chosen = {
         "device": (place.device.type, processes),
+        "attention": attention,
         "device batch": (f"{fit.step.rows} rows", "given" if rows_given else "divides the batch"),
         "loss chunk": (
             f"{fit.step.loss_chunk or 'all'} tokens",

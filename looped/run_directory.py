@@ -32,7 +32,7 @@ def default_directory(args, cfg) -> str:
 def decisive(config: dict) -> dict:
     """Of config.json what must stay when a run is continued, in one dictionary."""
     flags = {name: value for name, value in config["args"].items() if name not in CHANGEABLE}
-    hashes = {name: config[name]["sha256"] for name in ("tokenizer", "data")}
+    hashes = {name: config[name]["sha256"][:16] for name in ("tokenizer", "data")}
     return config["model"] | flags | hashes
 
 
@@ -58,6 +58,8 @@ def prepare_run(run: Path, config: dict, resume: bool) -> Path | None:
     if newest:
         note_other_code(run, begun)
     else:  # the code may have changed since the run was begun
+        if begun is not config:
+            print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
         write_atomic(file, json.dumps(config, indent=1).encode())
     write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
     for left in run.glob(".step_*.tmp"):  # of a killed run
@@ -92,7 +94,9 @@ os.register_at_fork(after_in_child=release_run)  # the lock is its parent's
 def begun_dtype(run: Path) -> str | None:
     """The activations' dtype that a run to be continued began with."""
     with contextlib.suppress(OSError, *DAMAGE):
-        return json.loads((run / "config.json").read_text())["dtype"]
+        dtype = json.loads((run / "config.json").read_text())["dtype"]
+        if dtype in ("float32", "bfloat16"):
+            return dtype
     return None
 
 
@@ -131,7 +135,10 @@ class RunLog:
         self.steps = 0  # that this process has made
         self.began = time.perf_counter()
         self.last = self.began
-        self.file = open(run / "log.jsonl", "a")  # noqa: SIM115
+        path = run / "log.jsonl"
+        self.file = open(path, "a")  # noqa: SIM115
+        if path.read_bytes()[-1:] not in (b"", b"\n"):
+            self.file.write("\n")  # a line that a kill cut off must not run into the next
         self.wandb = None
         if args.wandb:
             import wandb

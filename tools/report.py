@@ -1,7 +1,7 @@
 """Compares runs: a picture, tables and warnings from run directories, as report.md and PNG files.
 
-    python -m tools.report runs/tiny-euler-s0 runs/tiny-zoh-s0  # report.md in their common parent
-    python -m tools.report runs/tiny-*-s* --out results/gains   # several seeds an arm: t intervals
+    python -m tools.report runs/nano-euler-s0 runs/nano-zoh-s0  # report.md in their common parent
+    python -m tools.report runs/nano-*-s* --out results/gains   # several seeds an arm: t intervals
 
 Reads config.json, log.jsonl and, if present, core_*_*.json. Every other run is compared with the
 first run. Runs that differ in nothing but the seed form an arm; arms are paired
@@ -12,6 +12,7 @@ import os
 import textwrap
 from dataclasses import asdict
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -112,9 +113,19 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
 
 
 def headline(runs: list[LoggedRun]) -> str:
-    best = min(runs, key=lambda run: (np.isnan(run.loss), run.loss))
-    loss = f"{fmt(best.loss)} nats/token at depth {best.depth}"
-    return f"{best.name} has the lowest validation loss, {loss}."
+    """The lowest loss of the looped runs, beside the lowest of those without a loop."""
+    ranked = sorted((run for run in runs if np.isfinite(run.loss)), key=attrgetter("loss"))
+    if not ranked:
+        return "No validation loss is finite yet."
+    flat = [run for run in ranked if not run.depth]
+    looped = [run for run in ranked if run.depth]
+    best = [*looped, *flat][0]
+    text = f"{best.name} has a validation loss of {best.loss:.4f} nats/token at depth {best.depth}"
+    if not looped or not flat:
+        return f"{text}."
+    gap = best.loss - flat[0].loss
+    word = "less" if gap < 0 else "more"
+    return f"{text}, {abs(gap):.4f} {word} than {flat[0].name}, which has no loop."
 
 
 def loss_table(runs: list[LoggedRun]) -> list[str]:
@@ -126,6 +137,7 @@ def loss_table(runs: list[LoggedRun]) -> list[str]:
             "depth": run.depth,
             "validation loss": run.loss,
             "less the first's": run.loss - runs[0].loss,
+            "lowest": lowest(run),
             "perplexity": np.exp(run.loss),
             "bits per byte": run.last["bpb"].get(run.depth),
         }
@@ -133,6 +145,12 @@ def loss_table(runs: list[LoggedRun]) -> list[str]:
         rows.append(row | losses)
     frame = pd.DataFrame(rows).set_index(["run", "depth"])
     return frame_table(frame.map(fmt))
+
+
+def lowest(run: LoggedRun) -> float:
+    """Of its validation losses at its depth; NaN if there is none."""
+    losses = [entry["loss"].get(run.depth, np.nan) for entry in run.evals]
+    return np.fmin.reduce(losses, initial=np.nan)
 
 
 def flag_table(runs: list[LoggedRun]) -> list[str]:
@@ -217,6 +235,7 @@ def report(runs: list[LoggedRun], out: Path) -> None:
     lines += figure(out / "depth.png", "Last validation loss against depth.", names, [plot])
     lines += loss_table(runs)
     remarks = compare_arms(runs)
+    remarks.append(f"Knowing token frequencies only: {fmt(runs[0].unigram)} nats/token.")
     for run in runs:
         remarks += [f"{run.name}: {note}." for note in run.notes]
     lines += ["\n\n".join(remarks), ""]

@@ -16,11 +16,9 @@ arithmetic: it is the same for any number of ranks, and to resume takes only the
 import hashlib
 import json
 import os
-import signal
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
@@ -29,17 +27,9 @@ import numpy as np
 
 from looped import corpus
 from looped.console import Parser, fail, number, outside, positive_int, run_cli, wait_until
-from looped.files import (
-    file_hash,
-    lock,
-    npy_header,
-    read_checked,
-    write_atomic,
-    write_checked,
-)
+from looped.files import file_hash, lock, read_checked, write_atomic, write_checked
 from looped.hashes import permute
-from looped.tokenizer import BOS, encode_array, load_tokenizer
-from looped.unigram import unigram_entropy
+from looped.tokenizer import BOS, encode, load_tokenizer
 from looped.workers import worker_pool
 
 VAL_FILE = "val.npy"  # the validation shard
@@ -50,28 +40,13 @@ PATIENCE = 1800.0  # seconds that a download or a packing in progress may stand 
 # ---- packing
 
 
-@dataclass
-class Settings:
-    """What all shards of a folder share; stands at the head of its manifest."""
-
-    version: int
-    seq_len: int
-    vocab_size: int
-    tokenizer_sha256: str
-    bos_id: int
-    shuffle: str  # "all": one order of all rows; "shard": shard after shard, for a stream
-    long_docs: str  # "crop", or "split" a document longer than a row into rows
-    holdout: int  # N: one document in N of the files is for validation; 0: files are
-
-
 def pieces(ids, settings):
-    """A document's tokens as the packer takes them, each piece after a BOS: whole, or split into
-    rows and a rest.
+    """A document's ids as the packer takes them, each piece after a BOS: whole, or split into rows
+    and a rest.
     """
-    size = settings.seq_len if settings.long_docs == "split" else len(ids)
+    size = settings["seq_len"] if settings["long_docs"] == "split" else len(ids)
     for start in range(0, len(ids), size):
-        part = ids[start : start + size]
-        yield np.concatenate(([settings.bos_id], part), dtype=np.uint16, casting="unsafe")
+        yield np.array([settings["bos_id"], *ids[start : start + size]], np.uint16)
 
 
 def best_fit(documents, row):
@@ -82,15 +57,13 @@ def best_fit(documents, row):
     room = row
     while True:
         for i, tokens in islice(numbered, BUFFER - len(waiting)):
-            length = len(tokens)
-            if length > row:
-                tokens = tokens[:row].copy()  # more of it is never used
-            insort(waiting, (length, i, tokens))
+            # more than a row of it is never used
+            insort(waiting, (len(tokens), i, tokens[:row].copy()))
         if not waiting:
             break
-        count = bisect_left(waiting, (room + 1,))  # how many fit; if none, the shortest is cropped
-        longest = waiting[count - 1][0] if count else 0
-        first = bisect_left(waiting, (longest,))  # of the longest that fit
+        fits = bisect_left(waiting, (room + 1,))  # how many fit; if none, the shortest is cropped
+        length = waiting[max(0, fits - 1)][0]
+        first = bisect_left(waiting, (length,))  # of that length
         tokens = waiting.pop(first)[2][:room]
         parts.append(tokens)
         room -= len(tokens)
@@ -102,36 +75,40 @@ def best_fit(documents, row):
         yield np.concatenate(parts)
 
 
+def write_header(file, rows, row):
+    """The head of a .npy file of uint16 rows: always 128 bytes, so it can be written again."""
+    shape = {"descr": "<u2", "fortran_order": False, "shape": (rows, row)}
+    file.seek(0)
+    np.lib.format.write_array_header_1_0(file, shape)
+
+
 def pack_shard(folder, file, unit, settings):
     """A Unit's documents -> a .npy file of rows in the folder, and its entry in the manifest."""
     enc = load_tokenizer(folder / "tokenizer.json")
-    row = settings.seq_len + 1
-    split = "val" if file == VAL_FILE else "train"
-    counts = Counter()
+    row = settings["seq_len"] + 1
+    counts = Counter()  # of documents, bytes, tokens (BOS included), of what was cropped or skipped
     rows = 0
 
     def documents():
-        for text in corpus.texts(unit.paths, split, settings.holdout, counts):
+        for text in corpus.texts(unit, counts):
             counts["documents"] += 1
             counts["bytes"] += len(text.encode())
-            for piece in pieces(encode_array(enc, text), settings):
+            for piece in pieces(encode(enc, text), settings):
                 counts["tokens"] += len(piece)
                 yield piece
 
     def write(out):
         nonlocal rows
-        out.write(npy_header(0, row))
+        write_header(out, 0, row)
         for tokens in best_fit(documents(), row):
             if len(tokens) < row:
                 counts["tokens of an incomplete last row"] = len(tokens)
                 break
             out.write(tokens)
             rows += 1
-        out.seek(0)
-        out.write(npy_header(rows, row))
+        write_header(out, rows, row)
 
-    path = folder / file
-    write_atomic(path, write)
+    write_atomic(folder / file, write)
     left = counts["tokens of an incomplete last row"]
     counts["cropped tokens"] = counts["tokens"] - left - rows * row
     return {
@@ -139,133 +116,102 @@ def pack_shard(folder, file, unit, settings):
         "source": unit.name,
         "source_sha256": file_hash(*unit.paths),
         "rows": rows,
-        "sha256": file_hash(path),
-        # of documents, bytes and tokens (BOS included), of what was cropped or skipped
+        "sha256": file_hash(folder / file),
         "counts": dict(counts),
     }
 
 
-def plan(args):
-    """The Settings, and {file: Unit} of the shards that the flags ask for; validation first, which
-    training needs at once.
+def there(unit):
+    return all(path.exists() for path in unit.paths)
+
+
+def plan(args, manifest):
+    """What all shards of a folder share, which stands at the head of its manifest, and
+    {file: Unit} of the shards that the flags ask for; validation first, which training needs at
+    once.
     """
     enc = load_tokenizer(args.tokenizer)
     if enc.n_vocab > 65_536:
         limit = "ids are stored in 16 bits, so at most 65536"
         fail(f"{args.tokenizer} has {enc.n_vocab} entries; {limit}")
     if args.stream:
-        sources = corpus.shard_sources(args.texts, args.stream)
+        # none is taken away: a training may be using it
+        units = corpus.shard_units(args.texts, max(args.stream, len(manifest.get("train", []))))
     else:
-        sources = corpus.find_sources(args.texts, args.val_file)
-    settings = Settings(
-        version=1,
-        seq_len=args.seq_len,
-        vocab_size=enc.n_vocab,
-        tokenizer_sha256=file_hash(args.tokenizer),
-        bos_id=enc.encode_single_token(BOS),
-        shuffle="shard" if args.stream else "all",
-        long_docs=args.long_docs,
-        holdout=sources.holdout,
-    )
-    units = {VAL_FILE: sources.val}
-    for i, unit in enumerate(sources.train):
-        units[f"shard_{i:05d}.npy"] = unit
-    return settings, units
+        units = corpus.find_units(args.texts)
+    settings = {
+        "version": 1,
+        "seq_len": args.seq_len,
+        "vocab_size": enc.n_vocab,
+        "tokenizer_sha256": file_hash(args.tokenizer),
+        "bos_id": enc.encode_single_token(BOS),
+        # "all": one order of all rows; "shard": shard after shard, for a stream
+        "shuffle": "shard" if args.stream else "all",
+        "long_docs": args.long_docs,
+        "holdout": units[0].holdout,
+    }
+    files = [VAL_FILE, *(f"shard_{i:05d}.npy" for i in range(len(units) - 1))]
+    return settings, dict(zip(files, units))
 
 
-def check_settings(folder, manifest, settings):
-    """Refuses a folder that holds rows of other settings."""
-    changed = []
-    for name, new in asdict(settings).items():
-        if manifest[name] != new:
-            changed.append(f"{name} {manifest[name]} (now {new})")
-    if changed:
-        fail(f"{folder} was packed with {', '.join(changed)}; delete it or choose another --out")
-
-
-def earlier_shards(folder, manifest, units, row):
-    """{file: entry} of the shards that an earlier run has packed: whole on disk, and their sources
-    unchanged or deleted since.
+def earlier_shards(folder, manifest, units):
+    """{file: entry} of the shards that an earlier run has packed, their sources unchanged or
+    deleted since.
     """
-    entries = {entry["file"]: entry for entry in [manifest["val"], *manifest["train"]] if entry}
     good = {}
-    for file, unit in units.items():
-        path = folder / file
-        entry = entries.get(file)
-        if not entry or entry["source"] != unit.name or not path.exists():
+    for entry in filter(None, [manifest["val"], *manifest["train"]]):
+        file = entry["file"]
+        unit = units.get(file)
+        if not unit or entry["source"] != unit.name or not (folder / file).exists():
             continue
-        if path.stat().st_size != 128 + 2 * entry["rows"] * row:
-            continue
-        deleted = not all(source.exists() for source in unit.paths)
-        if deleted or entry["source_sha256"] == file_hash(*unit.paths):
+        if not there(unit) or entry["source_sha256"] == file_hash(*unit.paths):
             good[file] = entry
     return good
 
 
 def save_manifest(folder, settings, entries, **more):
     """Lists the shards, validation first; more is there when all is packed."""
-    manifest = asdict(settings)
-    manifest["val"] = entries[0] if entries else None
-    manifest["train"] = entries[1:]
-    manifest["complete"] = bool(more)
-    write_checked(folder / "manifest.json", manifest | more)
+    val = entries[0] if entries else None
+    shards = {"val": val, "train": entries[1:], "complete": bool(more)}
+    write_checked(folder / "manifest.json", settings | shards | more)
 
 
-def pack_units(pool, workers, folder, units, settings):
-    """Yields the manifest's entry of each shard in order. One is begun when its files are there and
-    one of the workers is free.
-    """
+def pack_units(pool, folder, units, settings):
+    """Yields the manifest's entry of each shard in order. One is begun when its files are there."""
     waiting = deque(units.items())
     running = deque()
-
-    def can_start():
-        return all(path.exists() for path in waiting[0][1].paths)
-
     while waiting or running:
         if running and running[0].done():
             yield running.popleft().result()
-            continue
-        busy = sum(not future.done() for future in running)
-        if waiting and busy < workers and can_start():
-            # workers inherit the block, so that Ctrl-C reaches this process alone
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            file, unit = waiting.popleft()
-            running.append(pool.submit(pack_shard, folder, file, unit, settings))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        elif waiting and there(waiting[0][1]):
+            running.append(pool.submit(pack_shard, folder, *waiting.popleft(), settings))
         elif running:
             time.sleep(0.01)
         else:
-            wait_until(can_start, PATIENCE, f"{waiting[0][1].name} to come")
-
-
-def refuse_foreign(out, files):
-    """Refuses a folder that holds any of the files to be written, but of another making."""
-    for file in files:
-        if (out / file).exists():
-            fail(
-                f"{out} holds a {file} of another making and no manifest.json; "
-                "move it or choose another --out"
-            )
+            unit = waiting[0][1]
+            wait_until(partial(there, unit), PATIENCE, f"{unit.name} to come")
 
 
 def pack(args):
     """Packs the missing shards, several at a time. If killed, it loses only those in progress."""
-    out = Path(args.out)
+    out = args.out
     own = out / "tokenizer.json"
-    if args.stream:  # none is taken away: a training may be using it
-        known = read_checked(out / "manifest.json") or {"train": []}
-        args.stream = max(args.stream, len(known["train"]))
-    settings, units = plan(args)
     with lock(out):
-        manifest = read_checked(out / "manifest.json")
+        manifest = read_checked(out / "manifest.json") or {}
+        settings, units = plan(args, manifest)
         good = {}
         if manifest:
-            with outside(f"{out}/manifest.json is damaged", "delete it and pack again"):
-                check_settings(out, manifest, settings)
-                good = earlier_shards(out, manifest, units, args.seq_len + 1)
-        elif not own.exists() or file_hash(own) != settings.tokenizer_sha256:
-            refuse_foreign(out, [own.name, *units])
-        write_atomic(own, Path(args.tokenizer).read_bytes())  # the rows' copy
+            for name, new in settings.items():
+                if manifest.get(name) != new:
+                    changed = f"{name} {manifest.get(name)} (now {new})"
+                    fail(f"{out} was packed with {changed}; delete it or choose another --out")
+            good = earlier_shards(out, manifest, units)
+        elif not own.exists() or file_hash(own) != settings["tokenizer_sha256"]:
+            for file in own.name, *units:
+                if (out / file).exists():
+                    foreign = f"{out} holds a {file} of another making and no manifest.json"
+                    fail(f"{foreign}; move it or choose another --out")
+        write_atomic(own, args.tokenizer.read_bytes())  # the rows' copy
         missing = {file: unit for file, unit in units.items() if file not in good}
 
         def listed():
@@ -276,27 +222,47 @@ def pack(args):
 
         if missing:
             save_manifest(out, settings, listed())
-        with worker_pool(args.workers) as pool:
-            for entry in pack_units(pool, args.workers, out, missing, settings):
+        with worker_pool(min(args.workers, len(missing) or 1)) as pool:
+            for entry in pack_units(pool, out, missing, settings):
                 good[entry["file"]] = entry
                 save_manifest(out, settings, listed())
                 print(f"{entry['file']}: {entry['rows']:,} rows from {entry['source']}", flush=True)
         finish(out, settings, listed())
 
 
+def count_targets(folder, entry, vocab_size):
+    """How often each id is a target in the rows of a shard: (V,)."""
+    rows = np.load(folder / entry["file"], mmap_mode="r")
+    counts = np.zeros(vocab_size, np.int64)
+    for some in np.array_split(rows, len(rows) // 4096 + 1):
+        counts += np.bincount(some[:, 1:].ravel(), minlength=vocab_size)
+    return counts
+
+
+def unigram_entropy(folder, entries, vocab_size):
+    """Nats per validation target under the frequencies of the training tokens (+1 smoothed; 100M
+    suffice): the line that any model must beat.
+    """
+    targets = count_targets(folder, entries[0], vocab_size)
+    law = np.ones(vocab_size)
+    for entry in entries[1:]:
+        if law.sum() < 100e6:
+            law += count_targets(folder, entry, vocab_size)
+    return float(-(targets * np.log(law / law.sum())).sum() / targets.sum())
+
+
 def finish(folder, settings, entries):
     """Completes the manifest and says what is in the folder."""
-    val, *train = entries
-    rows = 0
+    rows = {"validation": entries[0]["rows"], "training": 0}
     counts = Counter()
-    for entry in train:
-        rows += entry["rows"]
+    for entry in entries[1:]:
+        rows["training"] += entry["rows"]
         counts.update(entry.get("counts", {}))  # earlier versions wrote none
-    for part, some in ("validation", val["rows"]), ("training", rows):
+    for split, some in rows.items():
         if not some:
-            fail(f"too little {part} text: not one row of {settings.seq_len + 1} tokens")
-    tokens = rows * settings.seq_len
-    nats = unigram_entropy(folder, entries, settings.vocab_size)
+            fail(f"too little {split} text: not one row of {settings['seq_len'] + 1} tokens")
+    tokens = rows["training"] * settings["seq_len"]
+    nats = unigram_entropy(folder, entries, settings["vocab_size"])
     save_manifest(folder, settings, entries, tokens=tokens, counts=counts, unigram_entropy=nats)
     print(f"{folder}: {tokens:,} training tokens in full rows; unigram entropy {nats:.3f} nats")
     cropped = counts["cropped tokens"] / max(1, counts["tokens"])
@@ -313,16 +279,14 @@ class PackedData:
     visits them.
     """
 
-    def __init__(self, folder, wait_s=PATIENCE, check=(0, 0)):
-        """wait_s: seconds that a stream still being packed may stand still before the program gives
-        up. check = (i, n): verify the checksums of every n-th shard from the i-th on, not only of
+    def __init__(self, folder, check=(0, 0)):
+        """check = (i, n): verify the checksums of every n-th shard from the i-th on, not only of
         the validation rows.
         """
         self.folder = Path(folder)
-        self.wait_s = wait_s
         self.caught: list = []  # signals, which end a wait
         self.check = check
-        self.maps = {}  # by file: (rows, seq_len + 1) uint16
+        self.shards = {"val": [], "train": []}  # maps of (rows, seq_len + 1) uint16
         with outside(f"{self.folder}/manifest.json is damaged", "delete it and pack again"):
             self._read()
             self._wait("val", 0)
@@ -340,77 +304,73 @@ class PackedData:
             fail(f"packing of {self.folder} is not finished; {again}")
         self.manifest = m
         self.seq_len = m["seq_len"]
-        self.files = {"val": [m["val"]] if m["val"] else [], "train": m["train"]}
-        self.edges = {}
-        for split, entries in self.files.items():
-            self.edges[split] = [0, *accumulate(entry["rows"] for entry in entries)]
-            for entry in entries:
-                if entry["rows"] and entry["file"] not in self.maps:
-                    self.maps[entry["file"]] = self._open(entry, split)
+        for split, entries in ("val", [m["val"]] if m["val"] else []), ("train", m["train"]):
+            shards = self.shards[split]
+            for i, entry in enumerate(entries[len(shards) :], len(shards)):
+                every = self.check[1]
+                checked = split == "val" or (every and i % every == self.check[0])
+                shards.append(self._open(entry, checked))
 
-    def _open(self, entry, split):
-        """Maps a shard, checked against the manifest."""
+    def _open(self, entry, checked):
+        """Maps a shard that is as the manifest says."""
         path = self.folder / entry["file"]
-        errors = (FileNotFoundError, ValueError)
-        with outside(f"{path} is damaged or missing", "run pack again", errors):
+        advice = "delete it and run pack again"
+        with outside(f"{path} is damaged or missing", advice, (FileNotFoundError, ValueError)):
             rows = np.lib.format.open_memmap(path, "r")
             if rows.shape != (entry["rows"], self.seq_len + 1) or rows.dtype != np.uint16:
                 raise ValueError(f"it holds {rows.shape} {rows.dtype}")
-        i, n = self.check
-        checked = split == "val" or (n and len(self.maps) % n == i)
-        if checked and file_hash(path) != entry["sha256"]:
-            fail(f"{path} is damaged (its checksum does not hold); delete it and run pack again")
+            if checked and file_hash(path) != entry["sha256"]:
+                raise ValueError("its checksum does not hold")
         return rows
 
     def _wait(self, split, i):
-        """Until row i is there or all is packed; ends the program where no shard comes for wait_s
+        """Until row i is there or all is packed; ends the program where no shard comes for PATIENCE
         seconds.
         """
-        if i >= self.rows(split) and self.manifest["shuffle"] == "shard":
-            self._read()  # a stream may have been lengthened
+
+        def grown():
+            before = self.rows(split)
+            self._read()
+            return self.manifest["complete"] or self.rows(split) > before
+
         while i >= self.rows(split) and not self.manifest["complete"]:
             what = f"data: row {i:,} for {split}, from pack --stream to {self.folder}"
-            wait_until(partial(self._grown, len(self.maps)), self.wait_s, what, self.caught)
+            wait_until(grown, PATIENCE, what, self.caught)
 
-    def _grown(self, shards):
-        self._read()
-        return self.manifest["complete"] or len(self.maps) > shards
+    def edges(self, split):
+        """The ids at which shards begin, and the number of all rows."""
+        return [0, *accumulate(map(len, self.shards[split]))]
 
     def rows(self, split):
-        return self.edges[split][-1]
+        return self.edges(split)[-1]
 
     def get(self, split, ids):
         """Rows by id: (n, seq_len + 1) int64."""
-        ids = np.asarray(ids, np.int64)
-        edges = self.edges[split]
+        edges = self.edges(split)
         shards = np.searchsorted(edges, ids, "right") - 1
-        out = np.empty((len(ids), self.seq_len + 1), np.int64)
-        for s in np.unique(shards):
-            here = shards == s
-            file = self.files[split][s]["file"]
-            out[here] = self.maps[file][ids[here] - edges[s]]
-        return out
+        rows = [self.shards[split][s][i - edges[s]] for s, i in zip(shards, ids)]
+        return np.array(rows, np.int64)
 
     def stream_ids(self, seed, start, count):
         """Row ids of the training sequences start … start + count - 1. An epoch visits every row
         once: in one seeded order of all rows, or, for a stream, shard after shard, each in its own
         order. Waits for rows not packed yet.
         """
-        ids = np.empty(count, np.int64)
-        done = 0
-        while done < count:
-            number = start + done
-            self._wait("train", number)
-            total = self.rows("train")
-            epoch, index = divmod(number, total)
-            edges = self.edges["train"] if self.manifest["shuffle"] == "shard" else [0, total]
+        parts = []
+        while count:
+            self._wait("train", start)
+            edges = self.edges("train")
+            epoch, index = divmod(start, edges[-1])
+            if self.manifest["shuffle"] == "all":
+                edges = [0, edges[-1]]
             block = bisect_right(edges, index) - 1
             first, last = edges[block : block + 2]
-            n = min(count - done, last - index)
+            n = min(count, last - index)
             within = np.arange(index - first, index - first + n)
-            ids[done : done + n] = first + permute(within, last - first, f"{seed} {epoch} {block}")
-            done += n
-        return ids
+            parts.append(first + permute(within, last - first, f"{seed} {epoch} {block}"))
+            start += n
+            count -= n
+        return np.concatenate(parts)
 
     def sha256(self):
         """Names the data of a run: tokenizer, packing, rows (of a stream: validation and first
@@ -428,46 +388,24 @@ def main(argv=None):
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="stdlib|download|pack")
     p = commands.add_parser("stdlib", help="write this Python's standard library as a corpus")
-    p.add_argument("--out", required=True, help="folder for the parquet shards")
+    p.add_argument("--out", type=Path, required=True, help="folder for the parquet shards")
     p = commands.add_parser("download", help=f"fetch shards of {corpus.REPO}")
-    p.add_argument("--out", required=True, help="folder for the parquet shards")
-    p.add_argument(
-        "--shards", type=shards, required=True, help="number of shards, about 250M characters each"
-    )
+    p.add_argument("--out", type=Path, required=True, help="folder for the parquet shards")
+    about = "number of shards, about 250M characters each"
+    p.add_argument("--shards", type=shards, required=True, help=about)
     p = commands.add_parser("pack", help="tokenize and pack a folder of text")
-    add = p.add_argument
-    add(
-        "--texts",
-        required=True,
-        help="folder of .parquet (column text), .jsonl (key text) or .txt files",
-    )
-    add("--tokenizer", required=True, help="tokenizer file")
-    add(
-        "--seq-len",
-        type=positive_int,
-        required=True,
-        help="tokens predicted per row; a row holds one more",
-    )
-    add("--out", required=True, help="folder for the rows and the manifest")
-    add(
-        "--long-docs",
-        choices=("crop", "split"),
-        default="crop",
-        help="documents longer than a row (default: crop)",
-    )
-    add(
-        "--workers",
-        type=positive_int,
-        default=os.cpu_count(),
-        help="processes, a file each (default: cores)",
-    )
-    source = p.add_mutually_exclusive_group()  # --stream has its own validation shard
-    source.add_argument(
-        "--val-file", help="file held out as validation (default: as in tokenizer_train.py)"
-    )
-    source.add_argument(
-        "--stream", type=shards, help="follow a download of so many shards: pack each as it comes"
-    )
+    about = "folder of .parquet (column text), .jsonl (key text) or .txt files"
+    p.add_argument("--texts", type=Path, required=True, help=about)
+    p.add_argument("--tokenizer", type=Path, required=True, help="tokenizer file")
+    about = "tokens predicted per row; a row holds one more"
+    p.add_argument("--seq-len", type=positive_int, required=True, help=about)
+    p.add_argument("--out", type=Path, required=True, help="folder for the rows and the manifest")
+    about = "documents longer than a row (default: crop)"
+    p.add_argument("--long-docs", choices=("crop", "split"), default="crop", help=about)
+    about = "processes, a file each (default: cores)"
+    p.add_argument("--workers", type=positive_int, default=os.cpu_count(), help=about)
+    about = "follow a download of so many shards: pack each as it comes"
+    p.add_argument("--stream", type=shards, help=about)
     args = parser.parse_args(argv)
     if args.command == "stdlib":
         corpus.build_stdlib(args.out)

@@ -14,12 +14,13 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-from looped.console import Parser, fail, number, positive_int, run_cli
-from looped.corpus import find_sources, texts
+from looped.console import Parser, fail, number, run_cli
+from looped.corpus import find_units, texts
 from looped.files import file_hash
 from looped.tokenizer import PATTERN, SPECIALS, encode, load_tokenizer, save_tokenizer
 
 DOC_CHARS = 10_000  # used of a document
+MAX_CHARS = 2 * 10**9  # used of the corpus
 
 
 def train_bpe(documents, vocab_size):
@@ -32,16 +33,16 @@ def train_bpe(documents, vocab_size):
     return sorted(ids, key=ids.get)
 
 
-def training_texts(sources, max_chars):
-    """Training documents, each cut to DOC_CHARS, until max_chars have been given."""
+def training_texts(units):
+    """Their documents, each cut to DOC_CHARS, until MAX_CHARS have been given."""
     total = 0
-    for unit in sources.train:
-        for text in texts(unit.paths, "train", sources.holdout, Counter()):
-            text = text[:DOC_CHARS]
-            yield text
-            total += len(text)
-            if total >= max_chars:
+    for unit in units:
+        for text in texts(unit, Counter()):
+            if total >= MAX_CHARS:
                 return
+            text = text[:DOC_CHARS]
+            total += len(text)
+            yield text
 
 
 def bytes_per_token(enc, documents):
@@ -51,44 +52,30 @@ def bytes_per_token(enc, documents):
 
 
 def main(argv=None):
-    vocab_size = number(int, 260, 65_536, "from 260 to 65536 (ids are stored in 16 bits)")
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add(
-        "--texts", required=True, help="folder of .parquet (column text), .jsonl (key text) or .txt"
-    )
-    add(
-        "--val-file",
-        help="file held out (default: the last of several .parquet or .jsonl, else some documents)",
-    )
-    add(
-        "--vocab-size",
-        type=vocab_size,
-        default=4096,
-        help="entries, three specials included (default: 4096)",
-    )
-    add(
-        "--max-chars",
-        type=positive_int,
-        default=2 * 10**9,
-        help="characters to train on (default: 2e9)",
-    )
-    add("--out", required=True, help="tokenizer file to write, for example data/tokenizer.json")
+    about = "folder of .parquet (column text), .jsonl (key text) or .txt; the last of several "
+    about += ".parquet or .jsonl files, else some documents, are for validation"
+    add("--texts", type=Path, required=True, help=about)
+    vocab_size = number(int, 260, 65_536, "from 260 to 65536 (ids are stored in 16 bits)")
+    about = "entries, three specials included (default: 4096)"
+    add("--vocab-size", type=vocab_size, default=4096, help=about)
+    about = "tokenizer file to write, for example data/tokenizer.json"
+    add("--out", type=Path, required=True, help=about)
     args = parser.parse_args(argv)
-    out = Path(args.out)
+    out = args.out
     if out.exists():
         fail(f"--out {out} is there already; move it or choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
-    sources = find_sources(args.texts, args.val_file)
+    val, *train = find_units(args.texts)
     start = time.time()
-    ranks = train_bpe(training_texts(sources, args.max_chars), args.vocab_size)
+    ranks = train_bpe(training_texts(train), args.vocab_size)
     entries = len(ranks) + len(SPECIALS)
     if entries < args.vocab_size:
         fail(f"{args.texts} yields only {entries} tokens; give more text or a smaller --vocab-size")
     save_tokenizer(out, ranks)
     print(f"{out}: {entries:,} entries in {time.time() - start:.1f} s, {file_hash(out)[:12]}")
-    val = texts(sources.val.paths, "val", sources.holdout, Counter())
-    ratio = bytes_per_token(load_tokenizer(out), list(islice(val, 1000)))
+    ratio = bytes_per_token(load_tokenizer(out), list(islice(texts(val, Counter()), 1000)))
     print(f"{ratio:.3f} bytes per token on validation text")
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from looped.console import DAMAGE, fail, non_negative_int, number, outside
-from looped.corpus import GivenUpError, fetch_file, with_retries
+from looped.corpus import fetch_file
 from looped.files import file_hash
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -238,11 +238,10 @@ def fetch_bundle(path=BUNDLE, url=URL):
     """Downloads once, continuing where it was interrupted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     print(f"fetching {url} to {path}; without a network: --bundle PATH", flush=True)
-    try:
-        with_retries(fetch_file, url, path, zipfile.is_zipfile)
-    except GivenUpError as e:
+    reason = fetch_file(url, path, zipfile.is_zipfile)
+    if reason:
         advice = "try again, it continues, or give the zip or its folder with --bundle PATH"
-        fail(f"cannot fetch {url} ({e}); {advice}")
+        fail(f"cannot fetch {url} ({reason}); {advice}")
 
 
 def bundle_at(path, rank=0):

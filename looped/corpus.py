@@ -12,7 +12,6 @@ where it was stopped.
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -30,17 +29,18 @@ from looped.files import file_hash, lock, write_atomic
 
 REPO = "karpathy/fineweb-edu-100b-shuffle"  # on huggingface.co
 VAL_SHARD = 1822  # its last shard
+SHARD_BYTES = 100e6  # about
 TXT_DOC = 10_000  # characters after which a .txt file is cut at the next blank line
 UNIT_BYTES = 64 << 20  # .txt files up to this size in all become one shard
 DOWNLOADS = 4  # at a time
 ATTEMPTS = 10  # of a download
-BACK_OFF = 1.0  # seconds before the second attempt, doubled after each
+BACK_OFF = 2.0  # seconds before the second attempt; 4, 9, 16 … times as long before the next
 
 
 # ---- reading
 
 
-def parquet_texts(path, skipped):
+def parquet_texts(path, counts):
     from pyarrow import ArrowException, large_binary, parquet
 
     advice = "delete it or fetch it again"
@@ -57,31 +57,27 @@ def parquet_texts(path, skipped):
                     yield raw.decode("utf-8", "surrogateescape") if raw else None
         except (ArrowException, OSError) as e:
             print(f"skipped: {path}, row group {group}: {one_line(e)}", file=sys.stderr)
-            skipped["unreadable row group"] += 1
+            counts["unreadable row group"] += 1
 
 
-def jsonl_texts(path, skipped):
+def jsonl_texts(path, counts):
     reason = "line without JSON text"
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            line = line.removeprefix(b"\xef\xbb\xbf").strip()
-            text = None
+            line = line.removeprefix(b"\xef\xbb\xbf").strip() or b'{"text": null}'
             try:
-                if line:
-                    text = json.loads(line.decode("utf-8", "surrogateescape"))["text"]
+                text = json.loads(line.decode("utf-8", "surrogateescape"))["text"]
                 if not isinstance(text, str | None):
                     raise TypeError(f"'text' is {type(text).__name__}, not a string")
-            except DAMAGE as e:
-                if not skipped[reason]:
-                    where = f"{path}, line {number}"
-                    why = f"no text under the key text: {one_line(e)}"
-                    print(f"skipped: {where}: {why} (more are counted)", file=sys.stderr)
-                skipped[reason] += 1
-            else:
                 yield text
+            except DAMAGE as e:
+                if not counts[reason]:
+                    why = f"no text under the key text: {one_line(e)} (more are counted)"
+                    print(f"skipped: {path}, line {number}: {why}", file=sys.stderr)
+                counts[reason] += 1
 
 
-def txt_texts(path, skipped):
+def txt_texts(path, counts):
     """A .txt file of any size: a document ends at the first blank line after TXT_DOC characters, or
     at 4 × TXT_DOC.
     """
@@ -102,89 +98,73 @@ def txt_texts(path, skipped):
 READERS = {".parquet": parquet_texts, ".jsonl": jsonl_texts, ".txt": txt_texts}
 
 
-def texts(paths, split, holdout, skipped):
-    """The documents of the files; bytes that are not UTF-8 and lone surrogates become U+FFFD.
+@dataclass
+class Unit:
+    """Files that become one shard: a .parquet or .jsonl file, or .txt files.
 
-    With a hold-out of 1 in N > 0, a document belongs to split "val" if its content hash is 0 modulo
-    N, so that copies of it stay on one side, and else to "train". skipped: a Counter of reasons.
+    holdout N > 0: a document of them is for validation if its content hash is 0 modulo N, so that
+    copies of it stay on one side; the unit holds those documents, or all others.
     """
-    for path in paths:
-        for text in READERS[path.suffix](path, skipped):
+
+    name: str
+    paths: list[Path]
+    holdout: int = 0
+    held_out: bool = False
+
+
+def texts(unit, counts):
+    """The documents of a Unit; bytes that are not UTF-8 and lone surrogates become U+FFFD. What is
+    skipped or altered is counted.
+    """
+    for path in unit.paths:
+        for text in READERS[path.suffix](path, counts):
             if not text or text.isspace():
-                skipped["empty document"] += 1
+                counts["empty document"] += 1
                 continue
             try:
                 raw = text.encode()
             except UnicodeEncodeError:
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                 raw = text.encode()
-                skipped["bad characters replaced"] += 1  # not skipped, but counted
-            if holdout:
+                counts["bad characters replaced"] += 1
+            if unit.holdout:
                 digest = hashlib.blake2b(raw, digest_size=8).digest()
-                held_out = int.from_bytes(digest, "little") % holdout == 0
-                if held_out != (split == "val"):
+                held_out = int.from_bytes(digest, "little") % unit.holdout == 0
+                if held_out != unit.held_out:
                     continue
             yield text
 
 
-@dataclass
-class Unit:
-    """Files that become one shard: a .parquet or .jsonl file, or .txt files."""
-
-    name: str
-    paths: list[Path]
-
-
-@dataclass
-class Sources:
-    train: list[Unit]
-    val: Unit
-    holdout: int = 0  # N: one document in N of the same files is for validation
-
-
-def find_sources(data, val_file=None):
-    """The Sources in a folder. Validation is val_file, else the last of at least two .parquet or
-    .jsonl files, else some documents of every file.
+def find_units(folder):
+    """The Units of a folder, that for validation first: the last of at least two .parquet or .jsonl
+    files, else some documents of every file.
     """
-    files = {}
-    for name in sorted(map(Path, glob("**/*", root_dir=data, recursive=True))):
-        path = Path(data) / name
-        if path.suffix in READERS and path.is_file():
-            files[name.as_posix()] = path
-    if not files:
-        fail(f"no .parquet, .jsonl or .txt file in {data}")
-    tables = [name for name in files if not name.endswith(".txt")]
-    if val_file is None and len(tables) > 1:
-        val_file = tables[-1]
-    if val_file is None:
-        size = sum(path.stat().st_size for path in files.values())
-        holdout = 1000  # 0.2 to 10 MB of validation text, mostly
-        if size < 20e6:
-            holdout = 10
-        elif size < 1e9:
-            holdout = 100
-        val = Unit(f"1 document in {holdout} by content hash", list(files.values()))
-        return Sources(units(files), val, holdout)
-    if val_file not in files or len(files) == 1:
-        some = ", ".join(list(files)[:3])
-        fail(f"--val-file {val_file}: must be one of at least two files in {data} ({some}, …)")
-    val = Unit(val_file, [files.pop(val_file)])
-    return Sources(units(files), val)
-
-
-def units(files):
-    """{name: path} in order -> [Unit]; one takes the name of its first file."""
-    found = []
-    room = -1
-    for name, path in files.items():
-        size = path.stat().st_size
-        is_text = path.suffix == ".txt"
-        if not is_text or size > room:
-            found.append(Unit(name, []))
+    sizes = {}
+    for name in sorted(map(Path, glob("**/*", root_dir=folder, recursive=True))):
+        if name.suffix in READERS and (folder / name).is_file():
+            sizes[name] = (folder / name).stat().st_size
+    if not sizes:
+        fail(f"no .parquet, .jsonl or .txt file in {folder}")
+    tables = [name for name in sizes if name.suffix != ".txt"]
+    if len(tables) > 1:
+        holdout = 0
+        val = tables.pop()
+        del sizes[val]
+        units = [Unit(str(val), [folder / val])]
+    else:
+        total = sum(sizes.values())
+        holdout = 10 ** (1 + (total >= 20e6) + (total >= 1e9))  # 0.2 to 10 MB of text, mostly
+        every = [folder / name for name in sizes]
+        units = [Unit(f"1 document in {holdout} by content hash", every, holdout, held_out=True)]
+    sizes |= dict.fromkeys(tables, UNIT_BYTES + 1)  # so that each is alone
+    room = -1  # bytes that may still join the last unit
+    for name, size in sizes.items():
+        if size > room:
+            units.append(Unit(str(name), [], holdout))
             room = UNIT_BYTES
-        found[-1].paths.append(path)
-        room = room - size if is_text else -1  # nothing joins a table
-    return found
+        units[-1].paths.append(folder / name)
+        room -= size
+    return units
 
 
 def shard_name(i):
@@ -227,7 +207,7 @@ def build_stdlib(out):
     """
     from pyarrow import parquet, table
 
-    first = Path(out) / shard_name(0)
+    first = out / shard_name(0)
     if first.exists():
         print(f"{first} is there already, and stays; delete it to build the corpus again")
         return
@@ -239,7 +219,7 @@ def build_stdlib(out):
         for i in (4, 3, 2, 1, 0):  # validation first: when shard 0 is there, all are
             chosen = names[:cut] if i == 4 else names[cut + i :: 4]
             rows = table({"text": [modules[name] for name in chosen]})
-            write_atomic(Path(out) / shard_name(i), partial(parquet.write_table, rows, **options))
+            write_atomic(out / shard_name(i), partial(parquet.write_table, rows, **options))
     size = sum(len(text.encode()) for text in modules.values()) / 1e6
     print(f"{out}: {len(names)} modules, {size:.1f} MB, in 5 shards; the last is for validation")
 
@@ -247,32 +227,29 @@ def build_stdlib(out):
 def prepare_stdlib(folder: Path, vocab_size: int, seq_len: int) -> None:
     """The standard library as packed rows, with its own tokenizer, as speedrun.sh makes them."""
     tokenizer = folder.parent / "tokenizer.json"
-    commands = (
+    commands = [
         "dataloader.py stdlib --out data/stdlib",
         f"tokenizer_train.py --texts data/stdlib --vocab-size {vocab_size} --out {tokenizer}",
         f"dataloader.py pack --texts data/stdlib --tokenizer {tokenizer} --seq-len {seq_len} "
         f"--long-docs split --out {folder}",
-    )
+    ]
+    if tokenizer.is_file():  # it is whole, or not there
+        del commands[1]
     for command in commands:
         script, *flags = command.split()
-        if script == "tokenizer_train.py" and tokenizer.is_file():
-            continue  # it is whole, or not there
-        if subprocess.run([sys.executable, str(PROGRAMS / script), *flags]).returncode:
+        if subprocess.run([sys.executable, PROGRAMS / script, *flags]).returncode:
             fail("the default data could not be made (see above); give packed rows with --data")
 
 
 # ---- download
 
 
-def shard_names(count):
-    """The files of so many shards, that for validation first."""
-    return [shard_name(i) for i in (VAL_SHARD, *range(count))]
-
-
-def shard_sources(data, count):
-    """The Sources of a download of so many shards, whether they are there yet or not."""
-    val, *train = [Unit(name, [Path(data) / name]) for name in shard_names(count)]
-    return Sources(train, val)
+def shard_units(folder, count):
+    """The Units of a download of so many shards, that for validation first, whether they are there
+    yet or not.
+    """
+    names = [shard_name(i) for i in (VAL_SHARD, *range(count))]
+    return [Unit(name, [folder / name]) for name in names]
 
 
 def whole_parquet(path):
@@ -290,134 +267,79 @@ def hub():
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
-def get(url, start=0):
-    """The response to a GET of the bytes from `start` on."""
+def try_fetch(url, path, whole):
+    """Continues the .part file, checks it, and only then gives it its name."""
     import requests
 
+    part = path.with_name(path.name + ".part")
     headers = {"Accept-Encoding": "identity"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
     token = os.environ.get("HF_TOKEN")
     if token and url.startswith(f"{hub()}/"):
         # requests drops it when redirected to another host
         headers["Authorization"] = f"Bearer {token}"
-    response = requests.get(url, headers=headers, stream=True, timeout=(10, 60))
-    if response.status_code == 416 and start:
-        return get(url)  # the .part file is no shorter than the whole file: start over
-    response.raise_for_status()
-    return response
-
-
-def size_of(response):
-    """Bytes of the whole file, also where the response is a part of it."""
-    name = "Content-Range" if response.status_code == 206 else "Content-Length"
-    return int(response.headers[name].split("/")[-1])
-
-
-def stated_hash(response):
-    """The file's sha256, which Hugging Face states before it redirects; None from other hosts."""
-    for answer in (*response.history, response):
-        tag = answer.headers.get("X-Linked-Etag", "").strip('"')
-        if re.fullmatch("[0-9a-f]{64}", tag):
-            return tag
-    return None
-
-
-def fetch_file(url, path, whole=whole_parquet):
-    """One attempt: continues the .part file, checks it (whole(path) -> bool), and only then gives
-    it its name.
-    """
-    part = path.with_name(path.name + ".part")
-    with get(url, part.stat().st_size if part.exists() else 0) as response:
-        size = size_of(response)
-        sha = stated_hash(response)
-        with open(part, "ab" if response.status_code == 206 else "wb") as file:
+    with open(part, "ab") as file:
+        headers["Range"] = f"bytes={file.tell()}-"
+        with requests.get(url, headers=headers, stream=True, timeout=(10, 60)) as response:
+            if response.status_code in (200, 416):  # all of it comes, or there is no more of it
+                file.truncate(0)
+            response.raise_for_status()
             for block in response.iter_content(1 << 16):
                 file.write(block)
-    have = part.stat().st_size
-    if have < size:
-        raise ValueError(f"{have:,} of {size:,} bytes came")
-    if have > size or not whole(part) or sha not in (None, file_hash(part)):
+    damaged = not whole(part)
+    for answer in (*response.history, response):
+        # Hugging Face states the file's sha256 before it redirects
+        tag = answer.headers.get("X-Linked-Etag", "").strip('"')
+        damaged |= len(tag) == 64 and tag != file_hash(part)
+    if damaged:
         part.unlink()
         raise ValueError("what came is damaged")
     os.replace(part, path)
 
 
-class GivenUpError(Exception):
-    """No attempt succeeded; says why."""
-
-
-def with_retries(action, *args):
-    """action(*args), tried again after errors that may pass; raises GivenUpError(reason)."""
+def fetch_file(url, path, whole=whole_parquet):
+    """Fetches a file for which whole(path) holds; errors that may pass are tried again. -> None, or
+    why it failed.
+    """
     import requests
 
-    reason = ""
     for attempt in range(ATTEMPTS):
-        if attempt:
-            wait = BACK_OFF * 2 ** (attempt - 1)
-            print(f"{reason}; trying again in {wait:g} s", flush=True)
-            time.sleep(wait)
+        time.sleep(BACK_OFF * attempt**2)
         try:
-            return action(*args)
+            try_fetch(url, path, whole)
+            return None
         except requests.HTTPError as e:
             status = e.response.status_code
             reason = f"HTTP {status}"  # not str(e): URLs can be signed
-            if status < 500 and status not in (408, 429):
+            if status < 500 and status not in (408, 416, 429):
                 break
-        except (requests.RequestException, ValueError, KeyError) as e:
+        except (requests.RequestException, ValueError) as e:
             reason = one_line(e)
-    raise GivenUpError(reason)
-
-
-def file_size(url):
-    with get(url) as response:
-        return size_of(response)
-
-
-def check_disk(out, todo, size):
-    """Says what will be fetched; ends the program where the disk has no room for it. size: bytes of
-    a shard.
-    """
-    need = len(todo) * size
-    free = shutil.disk_usage(out).free
-    about = f"{len(todo)} shards, about {need / 1e9:.3f} GB"
-    print(f"{out}: {about} to fetch; {free / 1e9:.3f} GB are free", flush=True)
-    if need > free:
-        fail(f"{about}, do not fit into {out}; ask for fewer")
+        print(f"{path.name}: {reason}", flush=True)
+    return reason
 
 
 def download(out, shards):
-    """Fetches the missing shards, validation first. Needs no network when none is missing."""
-    base = f"{hub()}/datasets/{REPO}/resolve/main/"
-    again = "run the same command again, it continues"
-    out = Path(out)
-    names = shard_names(shards)
+    """Fetches the missing shards, validation first."""
 
-    def fetch_shard(name):
-        """Fetches a file; -> why that failed, or None."""
-        reason = None
-        try:
-            with_retries(fetch_file, base + name, out / name)
-        except GivenUpError as e:
-            reason = str(e)
-        print(f"{name}: {reason or 'here'}", flush=True)
+    def fetch(path):
+        reason = fetch_file(f"{hub()}/datasets/{REPO}/resolve/main/{path.name}", path)
+        print(f"{path.name}: {reason or 'here'}", flush=True)
         return reason
 
     with lock(out):
-        todo = [name for name in names if not whole_parquet(out / name)]
-        if not todo:
-            print(f"{out}: all {len(names)} shards are here")
-            return
-        try:
-            size = with_retries(file_size, base + todo[-1])  # they are about equal
-        except GivenUpError as e:  # an unreachable host is reported once, not by each shard
-            fail(f"missing: {', '.join(todo)} ({e}); {again}")
-        check_disk(out, todo, size)
-        first = fetch_shard(todo[0])
+        paths = [unit.paths[0] for unit in shard_units(out, shards)]
+        todo = [path for path in paths if not whole_parquet(path)]
+        need = len(todo) * SHARD_BYTES
+        free = shutil.disk_usage(out).free
+        about = f"{len(todo)} of {len(paths)} shards, about {need / 1e9:.1f} GB"
+        print(f"{out}: {about} to fetch; {free / 1e9:.1f} GB are free", flush=True)
+        if need > free:
+            fail(f"{about}, do not fit into {out}; ask for fewer")
         # Not `with`, which would make Ctrl-C wait. The pool has a name because Ctrl-C would be lost
         # in what Python calls when it frees a pool.
         pool = ThreadPoolExecutor(DOWNLOADS)
-        reasons = [first, *pool.map(fetch_shard, todo[1:])]
-    missing = [f"{name} ({reason})" for name, reason in zip(todo, reasons) if reason]
-    if missing:
-        fail(f"missing: {', '.join(missing)}; {again}")
+        for part in todo[:1], todo[1:]:
+            reasons = pool.map(fetch, part)
+            missing = [f"{path.name} ({reason})" for path, reason in zip(part, reasons) if reason]
+            if missing:
+                fail(f"missing: {', '.join(missing)}; run the same command again, it continues")

@@ -3,12 +3,9 @@
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
 from pathlib import Path
-
-import numpy as np
 
 from looped.console import fail, outside
 
@@ -35,13 +32,10 @@ def write_atomic(path, content):
         if isinstance(e, OSError) and not e.filename:
             e.filename = str(path)  # a full disk does not say which file
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the rename, too, must reach the disk
-    os.close(folder)
 
 
 @contextlib.contextmanager
-def lock(folder, verb="written"):
+def lock(folder):
     """Makes the folder; `with lock(folder):` keeps other processes out until the block ends, or
     this process does, even if killed. Programs that this one starts do not inherit the lock.
     """
@@ -51,7 +45,7 @@ def lock(folder, verb="written"):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             advice = "wait for it, or name another with --out"
-            fail(f"{folder} is being {verb} by another process; {advice}")
+            fail(f"{folder} is being used by another process; {advice}")
         yield
 
 
@@ -76,22 +70,13 @@ def write_checked(path, data):
     write_atomic(path, f"{text}\n".encode())
 
 
-def read_checked(path, wrong=None, advice="delete it and make it again"):
-    """What write_checked wrote, None where there is no file; a damaged one ends the program, with
-    these words.
-    """
+def read_checked(path):
+    """What write_checked wrote, None where there is no file; a damaged one ends the program."""
     if not Path(path).exists():
         return None
-    with outside(wrong or f"{path} is damaged", advice):
+    wrong = f"{path} is damaged, or not a file of this program"
+    with outside(wrong, "name another, or move it away and make it again"):
         data = json.loads(Path(path).read_bytes())
         if data.pop("checksum") != json_hash(data) or data["version"] != 1:
             raise ValueError("wrong checksum or version")
     return data
-
-
-def npy_header(rows, row):
-    """The head of a .npy file of uint16 rows: always 128 bytes, so it can be written last."""
-    head = io.BytesIO()
-    shape = {"descr": "<u2", "fortran_order": False, "shape": (rows, row)}
-    np.lib.format.write_array_header_1_0(head, shape)
-    return head.getvalue()

@@ -28,30 +28,25 @@ def mix64(z):
     return finalise((z + GOLDEN) & MASK)
 
 
-def round_function(x: np.ndarray, key: np.uint64) -> np.ndarray:
-    """A keyed hash of every element of a uint64 array, for `permute`."""
-    return finalise((x + key) * GOLDEN)
-
-
 def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
     """Where a keyed permutation of 0 … n-1 sends the given indices.
 
-    A Feistel network on the next power of two (each half is altered by a function of the other, so
-    it is one-to-one), repeated until the image is below n.
+    A Feistel network on the next power of two (each half is altered by a hash of the other, so it
+    is one-to-one), repeated until the image is below n.
     """
     bits = (n - 1).bit_length()
-    shift = (bits + 1) // 2
-    low_mask = (1 << shift) - 1
+    low_bits = (bits + 1) // 2
+    low_mask = (1 << low_bits) - 1
     high_mask = (1 << bits // 2) - 1
-    keys = np.frombuffer(hashlib.blake2b(key.encode()).digest(), "<u8")  # 8 rounds
-    out = np.array(index, np.uint64)
-    walking = np.arange(len(out))
-    while len(walking):
-        high = out[walking] >> shift
-        low = out[walking] & low_mask
-        for k1, k2 in keys.reshape(-1, 2):
-            high ^= round_function(low, k1) & high_mask
-            low ^= round_function(high, k2) & low_mask
-        out[walking] = high << shift | low
-        walking = walking[out[walking] >= n]
-    return out.astype(np.int64)
+    keys = np.frombuffer(hashlib.blake2b(key.encode()).digest(), "<u8").reshape(-1, 2)
+    image = np.array(index, np.uint64)
+    again = np.arange(len(image))
+    while len(again):
+        high = image[again] >> low_bits
+        low = image[again] & low_mask
+        for key_1, key_2 in keys:
+            high ^= finalise((low + key_1) * GOLDEN) & high_mask
+            low ^= finalise((high + key_2) * GOLDEN) & low_mask
+        image[again] = high << low_bits | low
+        again = again[image[again] >= n]
+    return image.astype(np.int64)

@@ -80,7 +80,7 @@ def hold_run(run: Path) -> None:
         fail(f"{what}; restore that, or name another with --out")
     advice = "name another with --out"
     with outside(f"the run directory is {run}, and cannot be made", advice, OSError):
-        _held.enter_context(lock(run, "trained"))
+        _held.enter_context(lock(run))
 
 
 def release_run() -> None:

@@ -58,8 +58,7 @@ def encoding(data):
 
 def load_tokenizer(path):
     """The tokenizer file as a tiktoken.Encoding; a damaged file ends the program with one line."""
-    wrong = f"{path} is not a tokenizer of this program, or damaged"
-    data = read_checked(path, wrong, "name another, or make it again with tokenizer_train.py")
+    data = read_checked(path)
     if data is None:
         fail(f"no tokenizer at {path}; python tokenizer_train.py makes one")
     with outside(f"{path} is not a tokenizer of this program", "make it again"):
@@ -83,13 +82,10 @@ def encode(enc, text):
     U+FFFD.
     """
     clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return encode_array(enc, clean).tolist()
-
-
-def encode_array(enc, text):
-    """The same as an array (n,) uint32, of a text without surrogates."""
-    parts = PIECE_PATTERN.findall(text) or [""]
-    return np.concatenate([enc.encode_to_numpy(part, disallowed_special=()) for part in parts])
+    ids = []
+    for piece in PIECE_PATTERN.findall(clean):
+        ids += enc.encode_ordinary(piece)
+    return ids
 
 
 def file_content(ranks, pattern=PATTERN):

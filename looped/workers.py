@@ -1,10 +1,10 @@
 """Work done in parallel: by other processes, or by a thread that is one item ahead."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -12,36 +12,34 @@ from contextlib import contextmanager
 from looped.console import fail
 
 
-def end_with_parent(parent):
-    """In a worker: its parent's death ends it too, however sudden (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before that
+def watch_parent():
+    """In a worker: its parent's death ends it too, however sudden."""
+
+    def watch():
+        multiprocessing.parent_process().join()
         os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager
 def worker_pool(n):
-    """n processes that end with this one, or one thread; handles a worker's death and Ctrl-C. n is
-    what the program was given as --workers.
-    """
+    """n processes that end with this one, or one thread; says so if a process is killed."""
     if n == 1:
         pool = ThreadPoolExecutor(1)
     else:
         # the tracker of their semaphores inherits this; it would warn of them after Ctrl-C
         sys.warnoptions.append("ignore:resource_tracker")
         spawn = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(n, spawn, end_with_parent, (os.getpid(),))
+        pool = ProcessPoolExecutor(n, spawn, watch_parent)
+        # started here, the workers inherit the block, so that Ctrl-C reaches this process alone
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        pool.map(int, range(n))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield pool
     except BrokenProcessPool:
         fail(f"a worker process was killed, perhaps for lack of memory; try --workers {n // 2}")
-    except KeyboardInterrupt:
-        # Ended from here, workers print no traceback, nor Python a warning of leaked semaphores.
-        for worker in multiprocessing.active_children():
-            worker.kill()
-        pool.shutdown(wait=n > 1)
-        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

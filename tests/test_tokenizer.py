@@ -13,7 +13,7 @@ import rustbpe
 from helpers import documents, refused, write_jsonl
 
 import tokenizer_train as tt
-from looped.corpus import find_sources, texts
+from looped.corpus import find_units, texts
 from looped.files import read_checked, write_checked
 from looped.tokenizer import (
     PATTERN,
@@ -196,9 +196,7 @@ def test_a_hugging_face_tokenizer_that_tiktoken_cannot_take_is_refused(trained, 
         refused(capsys, partial(hf_tokenizer.read_tokenizer, path), why)
 
 
-@pytest.mark.parametrize(
-    "flag", ["--vocab-size 100", "--vocab-size 70000", "--max-chars 0", "--out ."]
-)
+@pytest.mark.parametrize("flag", ["--vocab-size 100", "--vocab-size 70000", "--out ."])
 def test_flags_out_of_range_end_in_one_line(flag, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text")
     line = ["--texts", str(tmp_path), "--out", str(tmp_path / "t.json"), *flag.split()]
@@ -226,14 +224,18 @@ def test_a_long_run_of_blanks_is_cut_where_no_token_spans(trained):
     assert encode(enc, text) == enc.encode_ordinary(text)
 
 
-def test_no_validation_text_is_trained_on_and_of_a_document_its_beginning(tmp_path, enc):
+def test_no_validation_text_is_trained_on_and_of_a_document_its_beginning(
+    tmp_path, enc, monkeypatch
+):
     write_jsonl(tmp_path / "a.jsonl", ["x" * 30_000] * 3)
     write_jsonl(tmp_path / "b.jsonl", ["y"])
-    found = tt.training_texts(find_sources(tmp_path), 10_001)
-    assert [len(text) for text in found] == [10_000] * 2
+    with monkeypatch.context() as m:
+        m.setattr(tt, "MAX_CHARS", 10_001)
+        found = tt.training_texts(find_units(tmp_path)[1:])
+        assert [len(text) for text in found] == [10_000] * 2
     (tmp_path / "b.jsonl").unlink()
     write_jsonl(tmp_path / "a.jsonl", documents(200))
-    sources = find_sources(tmp_path)
-    held = set(texts(sources.val.paths, "val", sources.holdout, Counter()))
-    assert held and held.isdisjoint(tt.training_texts(sources, 10**9))
+    val, *train = find_units(tmp_path)
+    held = set(texts(val, Counter()))
+    assert held and held.isdisjoint(tt.training_texts(train))
     assert tt.bytes_per_token(enc, ["é" * 4]) == 8 / len(encode(enc, "é" * 4))

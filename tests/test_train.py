@@ -741,7 +741,7 @@ def test_a_run_is_trained_by_one_process_at_a_time(packed, tmp_path, capsys):
     wait_for_steps(run, 2, [p])
     try:
         again = ["--tokens", "5e5", "--resume", "--stop-at", "1"]
-        refused(capsys, lambda: here(packed, run, *again), "is being trained by another process")
+        refused(capsys, lambda: here(packed, run, *again), "is being used by another process")
     finally:
         p.kill()
         p.wait()

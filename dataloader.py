@@ -40,13 +40,19 @@ PATIENCE = 1800.0  # seconds that a download or a packing in progress may stand 
 # ---- packing
 
 
-def pieces(ids, settings):
-    """A document's ids as the packer takes them, each piece after a BOS: whole, or split into rows
-    and a rest.
+def tokenized(unit, enc, settings, counts):
+    """Yields each document's tokens after a BOS; to be split, a longer one is rows and a rest, each
+    after a BOS.
     """
-    size = settings["seq_len"] if settings["long_docs"] == "split" else len(ids)
-    for start in range(0, len(ids), size):
-        yield np.array([settings["bos_id"], *ids[start : start + size]], np.uint16)
+    for text in corpus.texts(unit, counts):
+        ids = encode(enc, text)
+        counts["documents"] += 1
+        counts["bytes"] += len(text.encode())
+        size = settings["seq_len"] if settings["long_docs"] == "split" else len(ids)
+        for start in range(0, len(ids), size):
+            tokens = [settings["bos_id"], *ids[start : start + size]]
+            counts["tokens"] += len(tokens)
+            yield np.array(tokens, np.uint16)
 
 
 def best_fit(documents, row):
@@ -89,18 +95,10 @@ def pack_shard(folder, file, unit, settings):
     counts = Counter()  # of documents, bytes, tokens (BOS included), of what was cropped or skipped
     rows = 0
 
-    def documents():
-        for text in corpus.texts(unit, counts):
-            counts["documents"] += 1
-            counts["bytes"] += len(text.encode())
-            for piece in pieces(encode(enc, text), settings):
-                counts["tokens"] += len(piece)
-                yield piece
-
     def write(out):
         nonlocal rows
         write_header(out, 0, row)
-        for tokens in best_fit(documents(), row):
+        for tokens in best_fit(tokenized(unit, enc, settings, counts), row):
             if len(tokens) < row:
                 counts["tokens of an incomplete last row"] = len(tokens)
                 break
@@ -150,29 +148,31 @@ def plan(args, manifest):
         "long_docs": args.long_docs,
         "holdout": units[0].holdout,
     }
-    files = [VAL_FILE, *(f"shard_{i:05d}.npy" for i in range(len(units) - 1))]
-    return settings, dict(zip(files, units))
+    shards = {f"shard_{i:05d}.npy": unit for i, unit in enumerate(units[1:])}
+    return settings, {VAL_FILE: units[0]} | shards
 
 
 def earlier_shards(folder, manifest, units):
-    """{file: entry} of the shards that an earlier run has packed, their sources unchanged or
-    deleted since.
+    """{file: entry} of each shard that an earlier run has packed, its sources unchanged or deleted
+    since; of others {file: None}.
     """
-    good = {}
+    entries = dict.fromkeys(units)
     for entry in filter(None, [manifest["val"], *manifest["train"]]):
         file = entry["file"]
         unit = units.get(file)
         if not unit or entry["source"] != unit.name or not (folder / file).exists():
             continue
         if not there(unit) or entry["source_sha256"] == file_hash(*unit.paths):
-            good[file] = entry
-    return good
+            entries[file] = entry
+    return entries
 
 
 def save_manifest(folder, settings, entries, **more):
-    """Lists the shards, validation first; more is there when all is packed."""
-    val = entries[0] if entries else None
-    shards = {"val": val, "train": entries[1:], "complete": bool(more)}
+    """Lists the shards up to the first that is missing: no file that is being replaced, and none
+    out of order. more is there when all is packed.
+    """
+    listed = list(takewhile(bool, entries.values()))
+    shards = {"val": entries[VAL_FILE], "train": listed[1:], "complete": bool(more)}
     write_checked(folder / "manifest.json", settings | shards | more)
 
 
@@ -199,35 +199,25 @@ def pack(args):
     with lock(out):
         manifest = read_checked(out / "manifest.json") or {}
         settings, units = plan(args, manifest)
-        good = {}
+        entries = dict.fromkeys(units)
         if manifest:
             for name, new in settings.items():
                 if manifest.get(name) != new:
                     changed = f"{name} {manifest.get(name)} (now {new})"
                     fail(f"{out} was packed with {changed}; delete it or choose another --out")
-            good = earlier_shards(out, manifest, units)
-        elif not own.exists() or file_hash(own) != settings["tokenizer_sha256"]:
-            for file in own.name, *units:
-                if (out / file).exists():
-                    foreign = f"{out} holds a {file} of another making and no manifest.json"
-                    fail(f"{foreign}; move it or choose another --out")
+            entries = earlier_shards(out, manifest, units)
+        elif own.exists() and file_hash(own) != settings["tokenizer_sha256"]:
+            fail(f"{own} is another tokenizer; move it or choose another --out")
         write_atomic(own, args.tokenizer.read_bytes())  # the rows' copy
-        missing = {file: unit for file, unit in units.items() if file not in good}
-
-        def listed():
-            """The shards up to the first that is missing: no file that is being replaced, and none
-            out of order.
-            """
-            return [good[file] for file in takewhile(good.get, units)]
-
+        missing = {file: units[file] for file, entry in entries.items() if not entry}
         if missing:
-            save_manifest(out, settings, listed())
+            save_manifest(out, settings, entries)
         with worker_pool(min(args.workers, len(missing) or 1)) as pool:
             for entry in pack_units(pool, out, missing, settings):
-                good[entry["file"]] = entry
-                save_manifest(out, settings, listed())
+                entries[entry["file"]] = entry
+                save_manifest(out, settings, entries)
                 print(f"{entry['file']}: {entry['rows']:,} rows from {entry['source']}", flush=True)
-        finish(out, settings, listed())
+        finish(out, settings, entries)
 
 
 def count_targets(folder, entry, vocab_size):
@@ -239,13 +229,13 @@ def count_targets(folder, entry, vocab_size):
     return counts
 
 
-def unigram_entropy(folder, entries, vocab_size):
+def unigram_entropy(folder, val, train, vocab_size):
     """Nats per validation target under the frequencies of the training tokens (+1 smoothed; 100M
     suffice): the line that any model must beat.
     """
-    targets = count_targets(folder, entries[0], vocab_size)
+    targets = count_targets(folder, val, vocab_size)
     law = np.ones(vocab_size)
-    for entry in entries[1:]:
+    for entry in train:
         if law.sum() < 100e6:
             law += count_targets(folder, entry, vocab_size)
     return float(-(targets * np.log(law / law.sum())).sum() / targets.sum())
@@ -253,16 +243,16 @@ def unigram_entropy(folder, entries, vocab_size):
 
 def finish(folder, settings, entries):
     """Completes the manifest and says what is in the folder."""
-    rows = {"validation": entries[0]["rows"], "training": 0}
+    val, *train = entries.values()
+    rows = sum(entry["rows"] for entry in train)
+    if not rows or not val["rows"]:
+        split = "validation" if rows else "training"
+        fail(f"too little {split} text: not one row of {settings['seq_len'] + 1} tokens")
     counts = Counter()
-    for entry in entries[1:]:
-        rows["training"] += entry["rows"]
+    for entry in train:
         counts.update(entry.get("counts", {}))  # earlier versions wrote none
-    for split, some in rows.items():
-        if not some:
-            fail(f"too little {split} text: not one row of {settings['seq_len'] + 1} tokens")
-    tokens = rows["training"] * settings["seq_len"]
-    nats = unigram_entropy(folder, entries, settings["vocab_size"])
+    tokens = rows * settings["seq_len"]
+    nats = unigram_entropy(folder, val, train, settings["vocab_size"])
     save_manifest(folder, settings, entries, tokens=tokens, counts=counts, unigram_entropy=nats)
     print(f"{folder}: {tokens:,} training tokens in full rows; unigram entropy {nats:.3f} nats")
     cropped = counts["cropped tokens"] / max(1, counts["tokens"])
@@ -279,10 +269,8 @@ class PackedData:
     visits them.
     """
 
-    def __init__(self, folder, check=(0, 0)):
-        """check = (i, n): verify the checksums of every n-th shard from the i-th on, not only of
-        the validation rows.
-        """
+    def __init__(self, folder, check=False):
+        """check: verify every shard's checksum, not only that of the validation rows."""
         self.folder = Path(folder)
         self.caught: list = []  # signals, which end a wait
         self.check = check
@@ -304,14 +292,12 @@ class PackedData:
             fail(f"packing of {self.folder} is not finished; {again}")
         self.manifest = m
         self.seq_len = m["seq_len"]
-        for split, entries in ("val", [m["val"]] if m["val"] else []), ("train", m["train"]):
-            shards = self.shards[split]
-            for i, entry in enumerate(entries[len(shards) :], len(shards)):
-                every = self.check[1]
-                checked = split == "val" or (every and i % every == self.check[0])
-                shards.append(self._open(entry, checked))
+        if m["val"] and not self.shards["val"]:
+            self.shards["val"].append(self._open(m["val"], check=True))
+        for entry in m["train"][len(self.shards["train"]) :]:
+            self.shards["train"].append(self._open(entry, self.check))
 
-    def _open(self, entry, checked):
+    def _open(self, entry, check):
         """Maps a shard that is as the manifest says."""
         path = self.folder / entry["file"]
         advice = "delete it and run pack again"
@@ -319,7 +305,7 @@ class PackedData:
             rows = np.lib.format.open_memmap(path, "r")
             if rows.shape != (entry["rows"], self.seq_len + 1) or rows.dtype != np.uint16:
                 raise ValueError(f"it holds {rows.shape} {rows.dtype}")
-            if checked and file_hash(path) != entry["sha256"]:
+            if check and file_hash(path) != entry["sha256"]:
                 raise ValueError("its checksum does not hold")
         return rows
 
@@ -356,7 +342,7 @@ class PackedData:
         once: in one seeded order of all rows, or, for a stream, shard after shard, each in its own
         order. Waits for rows not packed yet.
         """
-        parts = []
+        ids = []
         while count:
             self._wait("train", start)
             edges = self.edges("train")
@@ -367,10 +353,10 @@ class PackedData:
             first, last = edges[block : block + 2]
             n = min(count, last - index)
             within = np.arange(index - first, index - first + n)
-            parts.append(first + permute(within, last - first, f"{seed} {epoch} {block}"))
+            ids += (first + permute(within, last - first, f"{seed} {epoch} {block}")).tolist()
             start += n
             count -= n
-        return np.concatenate(parts)
+        return np.array(ids, np.int64)
 
     def sha256(self):
         """Names the data of a run: tokenizer, packing, rows (of a stream: validation and first

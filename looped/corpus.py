@@ -24,7 +24,7 @@ from functools import partial
 from glob import glob
 from pathlib import Path
 
-from looped.console import DAMAGE, fail, one_line, outside
+from looped.console import DAMAGE, fail, one_line
 from looped.files import file_hash, lock, write_atomic
 
 REPO = "karpathy/fineweb-edu-100b-shuffle"  # on huggingface.co
@@ -40,15 +40,22 @@ BACK_OFF = 2.0  # seconds before the second attempt; 4, 9, 16 … times as long 
 # ---- reading
 
 
+def whole_parquet(path):
+    """Is there a file whose footer can be read and names a column text?"""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return "text" in parquet.ParquetFile(path).schema_arrow.names
+    except (ArrowException, OSError):
+        return False
+
+
 def parquet_texts(path, counts):
     from pyarrow import ArrowException, large_binary, parquet
 
-    advice = "delete it or fetch it again"
-    with outside(f"{path} is not a readable parquet file", advice, (ArrowException, OSError)):
-        file = parquet.ParquetFile(path, page_checksum_verification=True)
-    names = file.schema_arrow.names
-    if "text" not in names:
-        fail(f"{path} has no column 'text', only: {', '.join(names)}")
+    if not whole_parquet(path):
+        fail(f"{path} is not a readable parquet file with a column 'text'; mend or delete it")
+    file = parquet.ParquetFile(path, page_checksum_verification=True)
     for group in range(file.num_row_groups):
         try:
             for batch in file.iter_batches(1024, [group], ["text"], use_threads=False):
@@ -220,8 +227,7 @@ def build_stdlib(out):
             chosen = names[:cut] if i == 4 else names[cut + i :: 4]
             rows = table({"text": [modules[name] for name in chosen]})
             write_atomic(out / shard_name(i), partial(parquet.write_table, rows, **options))
-    size = sum(len(text.encode()) for text in modules.values()) / 1e6
-    print(f"{out}: {len(names)} modules, {size:.1f} MB, in 5 shards; the last is for validation")
+    print(f"{out}: {len(names)} modules in 5 shards; the last is for validation")
 
 
 def prepare_stdlib(folder: Path, vocab_size: int, seq_len: int) -> None:
@@ -252,33 +258,13 @@ def shard_units(folder, count):
     return [Unit(name, [folder / name]) for name in names]
 
 
-def whole_parquet(path):
-    """Is there a file whose footer can be read?"""
-    from pyarrow import ArrowException, parquet
-
-    try:
-        return "text" in parquet.ParquetFile(path).schema_arrow.names
-    except (ArrowException, OSError):
-        return False
-
-
-def hub():
-    """Where the corpus is downloaded from."""
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-
-
 def try_fetch(url, path, whole):
     """Continues the .part file, checks it, and only then gives it its name."""
     import requests
 
     part = path.with_name(path.name + ".part")
-    headers = {"Accept-Encoding": "identity"}
-    token = os.environ.get("HF_TOKEN")
-    if token and url.startswith(f"{hub()}/"):
-        # requests drops it when redirected to another host
-        headers["Authorization"] = f"Bearer {token}"
     with open(part, "ab") as file:
-        headers["Range"] = f"bytes={file.tell()}-"
+        headers = {"Accept-Encoding": "identity", "Range": f"bytes={file.tell()}-"}
         with requests.get(url, headers=headers, stream=True, timeout=(10, 60)) as response:
             if response.status_code in (200, 416):  # all of it comes, or there is no more of it
                 file.truncate(0)
@@ -320,9 +306,10 @@ def fetch_file(url, path, whole=whole_parquet):
 
 def download(out, shards):
     """Fetches the missing shards, validation first."""
+    host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
     def fetch(path):
-        reason = fetch_file(f"{hub()}/datasets/{REPO}/resolve/main/{path.name}", path)
+        reason = fetch_file(f"{host}/datasets/{REPO}/resolve/main/{path.name}", path)
         print(f"{path.name}: {reason or 'here'}", flush=True)
         return reason
 

@@ -71,10 +71,9 @@ def token_bytes(enc):
     Taken from the raw tokens: decoding to text would miscount those that hold only part of a
     character.
     """
-    sizes = np.zeros(enc.n_vocab, np.int32)
-    for i in range(enc.n_vocab - len(SPECIALS)):
-        sizes[i] = len(enc.decode_single_token_bytes(i))
-    return sizes
+    ordinary = range(enc.n_vocab - len(SPECIALS))
+    sizes = [len(enc.decode_single_token_bytes(i)) for i in ordinary]
+    return np.array(sizes + [0] * len(SPECIALS), np.int32)
 
 
 def encode(enc, text):

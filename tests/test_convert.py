@@ -266,22 +266,22 @@ def written(name, content):
 
 @pytest.mark.parametrize("spoil, message", [
     (changed(norm_eps=1e-6), "norm_eps 1e-06"),
-    (changed(sampling_scheme="poisson-bounded"), "sampling_scheme poisson-bounded"),
+    (changed(sampling_scheme="poisson-bounded"), "--sampling poisson-bounded"),
     (changed(num_key_value_heads=1), "num_key_value_heads 1"),
-    (changed(use_magic=7), "use_magic 7 is not known"),
+    (changed(use_magic=7), "use_magic 7 is not implemented"),
     (changed(n_embd=None), "lacks n_embd"),
     (changed(mean_backprop_depth=9), "9 exceeds"),
     (written("config.json", b"{"), "config.json cannot be read"),
-    (written("config.json", None), "is no folder with config.json"),
-    (written("pytorch_model.bin", None), "is no folder with config.json and pytorch_model.bin or model.safetensors"),
+    (written("config.json", None), "config.json cannot be read"),
+    (written("pytorch_model.bin", None), "has no model.safetensors or pytorch_model.bin"),
     (written("pytorch_model.bin", b"PK"), "pytorch_model.bin cannot be read"),
     (written("model.safetensors", b"\0" * 20), "model.safetensors cannot be read"),
-    (reweighted(x=torch.zeros(1)), 'Unexpected key(s) in state_dict: "transformer.x"'),
+    (reweighted(x=torch.zeros(1)), 'Unexpected key(s) in state_dict: "x"'),
     (reweighted(**{"adapter.B": None}), 'Missing key(s) in state_dict: "injection.B"'),
     (reweighted(**{"C.weight": torch.ones(D, 3)}), "size mismatch for C.weight"),
     (reweighted(**{"wte.weight": torch.zeros(V, D)}), "only tied heads"),
     (lambda folder: (folder.parent / "run").mkdir(), "run exists"),
-    (lambda folder: folder.rename(folder.parent / "away"), "is no folder"),
+    (lambda folder: folder.rename(folder.parent / "away"), "has no model.safetensors"),
 ])  # fmt: skip
 def test_what_cannot_be_imported_is_one_line(folder, tokenizer, capsys, spoil, message):
     spoil(folder)

@@ -188,7 +188,7 @@ def test_damaged_tokenizer_files_end_in_one_line(trained, tmp_path, capsys):
 def test_a_hugging_face_tokenizer_that_tiktoken_cannot_take_is_refused(trained, tmp_path, capsys):
     data = hf_tokenizer.tokenizer_to_hf(trained[2])
     no_byte, no_pattern = copy.deepcopy(data), copy.deepcopy(data)
-    del no_byte["model"]["vocab"][hf_tokenizer.ALPHABET[255]]
+    del no_byte["model"]["vocab"][hf_tokenizer.visible(b"\xff")]
     no_pattern["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(("
     path = tmp_path / "tokenizer.json"
     for bad, why in (no_byte, "tokens are missing"), (no_pattern, "closing parenthesis"):

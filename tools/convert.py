@@ -13,6 +13,7 @@ up, which the norm undoes), and its tokenizer may have its specials first.
 
 import json
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,10 +22,10 @@ from safetensors.torch import load_file, save
 
 from core_eval import open_run
 from looped.checkpoint import write_checkpoint
-from looped.console import Parser, fail, one_line, run_cli
+from looped.console import DAMAGE, Parser, fail, outside, run_cli
 from looped.files import file_hash, write_atomic, write_checked
 from looped.layers import EPS
-from model import CHOICES, Model, ModelConfig, config_of
+from model import Model, ModelConfig, config_of
 from tools.hf_tokenizer import read_tokenizer, tokenizer_to_hf
 
 # fmt: off
@@ -49,13 +50,11 @@ EQUAL = {
     "recurrent_embedding_dimension": "n_embd",
     "recurrent_intermediation_embedding_dimension": "intermediate_size",
 }
-# those that have one value here
+# those that have one value here; others must be false, none or inert
 FIXED = {
     "block_class_name": "TransformerPreNormBlock", "norm_class_name": "RMSNorm", "norm_eps": 1e-5,
-    "bias": False, "mlp_class_name": "BaseMLP", "nonlin_name": "ReLU2", "qk_bias": False,
-    "tie_embeddings": True, "clip_qkv": None, "logit_softcap": None, "use_abacus": False,
-    "use_rope": True, "rope_condense_ratio": 1, "mup_model_scaling_factor": 1,
-    "randomize_positions_from": None, "debias_attention": False, "center_attention": False,
+    "mlp_class_name": "BaseMLP", "nonlin_name": "ReLU2", "tie_embeddings": True, "use_rope": True,
+    "rope_condense_ratio": 1, "mup_model_scaling_factor": 1,
 }
 # those that change no function
 INERT = {
@@ -66,19 +65,14 @@ INERT = {
     "_recurrent_block_config", "model_type", "architectures", "dtype", "torch_dtype",
     "transformers_version", "auto_map", "head_size", "n_head", "n_query_groups", "rope_settings",
 }
-# Names of weights, {ours: theirs}
-PARTS = {
-    "q": "c_q", "k": "c_k", "v": "c_v", "o": "c_proj", "gate": "ve_gate", "norm1": "norm_1",
-    "norm2": "norm_2",
-}
+# What to replace in the names of its weights, in this order
 NAMES = {
-    "wte.weight": "transformer.wte.weight", "norm_f.weight": "transformer.ln_f.weight",
-    "norm_e.weight": "transformer.ln_prelude.weight", "C.weight": "transformer.C.weight",
-    "injection.A_log": "transformer.adapter.A_log",
-    "injection.dt_bias": "transformer.adapter.dt_bias", "injection.B": "transformer.adapter.B",
-    "injection.W": "transformer.adapter.adapter.weight",
+    "value_embeds.": "ve.", "ve_gate": "gate", "norm_1": "norm1", "norm_2": "norm2", "c_q": "q",
+    "c_k": "k", "c_v": "v", "c_proj": "o", "transformer.adapter.adapter.weight": "injection.W",
+    "transformer.adapter.": "injection.", "transformer.ln_f.": "norm_f.",
+    "transformer.ln_prelude.": "norm_e.", "transformer.": "",
 }
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "model.bin", "model.pt")
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # fmt: on
 
 
@@ -88,52 +82,37 @@ def reference_config(given: dict) -> ModelConfig:
     """
     given = {"rope_base": 50_000} | given | (given.get("rope_settings") or {})
     names = LOOPED if "n_layers_in_recurrent_block" in given else FLAT
-    for key in names:
-        if given.get(key) is None:
-            fail(f"config.json lacks {key}")
-    fixed = FIXED | {key: given[like] for key, like in EQUAL.items()}
-    for key, value in given.items():
-        if key in fixed and value not in (fixed[key], None):
-            fail(f"config.json: {key} {value} is not implemented, only {fixed[key]}")
-        if value and key not in {*fixed, *names, *INERT}:
-            advice = "take it out if it does not change the function"
-            fail(f"config.json: {key} {value} is not known; {advice}")
     settings = {"n_core": 0, "n_coda": 0}
     for key, name in names.items():
-        value = VALUES.get(given[key], given[key])
-        if value not in CHOICES.get(name, [value]):
-            choices = ", ".join(CHOICES[name])
-            fail(f"config.json: {key} {given[key]} is not implemented, only {choices}")
-        settings[name] = value
+        if given.get(key) is None:
+            fail(f"config.json lacks {key}")
+        settings[name] = VALUES.get(given[key], given[key])
+    fixed = FIXED | {key: given[like] for key, like in EQUAL.items()}
+    for key, value in given.items():
+        if key in names or key in INERT or not (value or key in fixed):
+            continue
+        if value not in (None, fixed.get(key)):
+            only = f"config.json: {key} {value} is not implemented, only {fixed.get(key)}"
+            fail(f"{only}; take it out if it does not change the function")
     return ModelConfig(**settings)
 
 
-def reference_name(name: str, cfg: ModelConfig) -> str:
-    """The reference's name of our parameter."""
-    first, *path = name.split(".")
-    if first == "ve":
-        return f"value_embeds.{path[0]}.weight"
-    if first != "blocks":
-        return NAMES[name]
-    layer = int(path[0])
-    group = "h"
-    if cfg.n_core:
-        firsts = {"prelude": 0, "core_block": cfg.n_prelude, "coda": cfg.n_prelude + cfg.n_core}
-        group = [part for part, start in firsts.items() if start <= layer][-1]
-        layer -= firsts[group]
-    parts = [PARTS.get(part, part) for part in path[1:]]
-    return ".".join(["transformer", group, str(layer), *parts])
+def our_name(name: str, cfg: ModelConfig) -> str:
+    """Our name of the reference's parameter."""
+    name = re.sub(r"^(module\.|_orig_mod\.|model\.)+", "", name)  # wrappers
+    layer = re.match(r"transformer\.(h|prelude|core_block|coda)\.(\d+)", name)
+    if layer:
+        part, number = layer.groups()
+        firsts = {"core_block": cfg.n_prelude, "coda": cfg.n_prelude + cfg.n_core}
+        name = f"blocks.{firsts.get(part, 0) + int(number)}{name[layer.end() :]}"
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def from_reference(state: dict, cfg: ModelConfig) -> dict:
     """The reference's weights -> ours, float32."""
-    with torch.device("meta"):
-        names = {reference_name(name, cfg): name for name in Model(cfg).state_dict()}
-    weights = {}
-    for name, w in state.items():
-        for wrapper in ("module.", "_orig_mod.", "model."):
-            name = name.removeprefix(wrapper)
-        weights[names.get(name, name)] = w
+    weights = {our_name(name, cfg): w for name, w in state.items()}
     head = weights.pop("lm_head.weight", None)
     weights.pop("freqs_cis", None)
     ours = checked(weights, cfg)
@@ -152,54 +131,41 @@ def from_reference(state: dict, cfg: ModelConfig) -> dict:
 
 
 def checked(weights: dict, cfg: ModelConfig) -> dict:
-    """The same in float32; what is missing, left over or misshapen is named."""
+    """The same in float32; RuntimeError names what is missing, left over or misshapen."""
+    weights = {name: w.float() for name, w in weights.items()}
     with torch.device("meta"):
-        model = Model(cfg)
-    try:
-        weights = {name: w.float() for name, w in weights.items()}
-        model.load_state_dict(weights, assign=True)
-    except (RuntimeError, AttributeError) as e:
-        fail(f"the weights are not those of config.json: {one_line(e)}")
+        Model(cfg).load_state_dict(weights, assign=True)
     return weights
 
 
-def read_content(path: Path) -> dict:
+def read(path: Path) -> dict:
     """A file of JSON, safetensors or torch."""
-    try:
+    # Exception: whatever a damaged file makes of its reader
+    with outside(f"{path} cannot be read", "fetch or export it again", Exception):
         if path.suffix == ".json":
             return dict(json.loads(path.read_text()))
         if path.suffix == ".safetensors":
             return load_file(path)
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as e:  # whatever a damaged file makes of its reader
-        fail(f"{path} cannot be read: {one_line(e)}")
-
-
-def weights_file(folder: Path) -> Path:
-    files = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
-    if not files or not (folder / "config.json").is_file():
-        fail(
-            f"{folder} is no folder with config.json and pytorch_model.bin or model.safetensors; "
-            "name the one that was downloaded, or that export wrote"
-        )
-    return files[0]
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
-    path = weights_file(folder)
-    config = read_content(folder / "config.json")
-    state = read_content(path)
+    files = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
+    if not files:
+        advice = "name the folder that was downloaded, or that export wrote"
+        fail(f"{folder} has no {' or '.join(WEIGHT_FILES)}; {advice}")
+    config = read(folder / "config.json")
+    state = read(files[0])
     ours, order = read_tokenizer(tokenizer)
-    exported = config.get("model_type") == "looped"
-    try:
-        cfg = config_of(config) if exported else reference_config(config)
-    except (ValueError, TypeError) as e:
-        fail(f"{folder}/config.json: {one_line(e)}")
-    if exported:
-        weights = checked(state, cfg)
-    else:
-        weights = from_reference(state, cfg)
-        config = {"dtype": "bfloat16", "residual_dtype": "float32"}
+    advice = "only what the reference implementation or export wrote can be"
+    with outside(f"{folder} cannot be imported", advice, (RuntimeError, *DAMAGE)):
+        if config.get("model_type") == "looped":
+            cfg = config_of(config)
+            weights = checked(state, cfg)
+        else:
+            cfg = reference_config(config)
+            weights = from_reference(state, cfg)
+            config = {"dtype": "bfloat16", "residual_dtype": "float32"}
     if len(order) != cfg.vocab_size:
         entries = f"{len(order)} entries, the model {cfg.vocab_size}"
         fail(f"{tokenizer} has {entries}; give its own tokenizer")
@@ -217,7 +183,7 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
         "dtype": config.get("dtype", "float32"),
         "tokenizer": path_and_hash(run / "tokenizer.json"),
         "data": {"path": str(run / "rows"), "sha256": None},  # for rows that are packed there later
-        "imported": path_and_hash(path),
+        "imported": path_and_hash(files[0]),
     }
     write_json(run / "config.json", about)
     print(f"{run}: {params:,} parameters; python core_eval.py {run}")
@@ -232,10 +198,9 @@ def export_run(run: Path, folder: Path) -> None:
     model, _, config = open_run(run, torch.device("cpu"))
     tokenizer = tokenizer_to_hf(run / "tokenizer.json")
     folder.mkdir(parents=True)
-    weights = {name: w.float().contiguous() for name, w in model.state_dict().items()}
-    write_atomic(folder / "model.safetensors", save(weights, {"format": "pt"}))
+    write_atomic(folder / "model.safetensors", save(model.state_dict(), {"format": "pt"}))
     about = {"model_type": "looped", "dtype": config.get("dtype", "float32")}
-    about["residual_dtype"] = config.get("args", {}).get("residual_dtype", "auto")
+    about["residual_dtype"] = config["args"].get("residual_dtype", "auto")
     write_json(folder / "config.json", about | asdict(model.cfg))
     write_json(folder / "tokenizer.json", tokenizer)
     print(f"{folder}: model.safetensors, config.json, tokenizer.json")

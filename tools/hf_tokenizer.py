@@ -13,31 +13,29 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from looped.console import fail, outside
+from looped.console import DAMAGE, outside
 from looped.tokenizer import SPECIALS, encoding, file_content, load_tokenizer
 
-SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes shown as themselves
-HIDDEN = [byte for byte in range(256) if byte not in SHOWN]
-# the visible character that stands for each byte
-ALPHABET = {byte: chr(byte) for byte in SHOWN}
-ALPHABET |= {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
-BYTES = {char: byte for byte, char in ALPHABET.items()}
+# Theirs writes a byte as the character of that number, or one from 256 on where that is not visible
+HIDDEN = [*range(33), *range(127, 161), 173]
+VISIBLE = {byte: 256 + i for i, byte in enumerate(HIDDEN)}
+RAW = {char: byte for byte, char in VISIBLE.items()}
 
 
 def visible(token: bytes) -> str:
-    return "".join(ALPHABET[byte] for byte in token)
+    return token.decode("latin-1").translate(VISIBLE)
 
 
 def raw(text: str) -> bytes:
-    return bytes(BYTES[char] for char in text)
+    return text.translate(RAW).encode("latin-1")
 
 
-def merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
+def merges(tokens: list[str]) -> list[list[str]]:
     """The pair that each token arises from, in order; a token that no merges lead to has none."""
     ranks = {token: i for i, token in enumerate(tokens)}
     pairs = []
     for token, rank in ranks.items():
-        parts = [bytes([byte]) for byte in token]
+        parts = list(token)
         while len(parts) > 2:
             joined = [a + b for a, b in pairwise(parts)]
             earliest = min(joined, key=lambda pair: ranks.get(pair, rank))
@@ -46,7 +44,7 @@ def merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
             first = joined.index(earliest)
             parts[first : first + 2] = [earliest]
         if len(parts) == 2:
-            pairs.append(tuple(parts))
+            pairs.append(parts)
     return pairs
 
 
@@ -55,13 +53,13 @@ def tokenizer_to_hf(path) -> dict:
     becomes it.
     """
     data = json.loads(Path(path).read_text())
-    tokens = [base64.b64decode(token) for token in data["ranks"]]
-    vocab = {visible(token): i for i, token in enumerate(tokens)}
+    tokens = [visible(base64.b64decode(token)) for token in data["ranks"]]
+    vocab = {token: i for i, token in enumerate(tokens)}
     model = {
         "type": "BPE",
         "ignore_merges": True,
         "vocab": vocab | data["specials"],
-        "merges": [[visible(a), visible(b)] for a, b in merges(tokens)],
+        "merges": merges(tokens),
     }
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = []
@@ -98,28 +96,24 @@ def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
         raise ValueError("this is not plain byte-level BPE")
     specials = {token["content"]: token["id"] for token in data["added_tokens"]}
     if set(specials) != set(SPECIALS):
-        names = ", ".join(specials) or "none"
-        raise ValueError(f"its special tokens are {names}, not {', '.join(SPECIALS)}")
-    ids = {i: text for text, i in model["vocab"].items() if text not in specials}
-    order = sorted(ids)
-    tokens = [raw(ids[i]) for i in order]
-    listed = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    if [(raw(a), raw(b)) for a, b in listed] != merges(tokens):
+        raise ValueError(f"its special tokens are not {', '.join(SPECIALS)}")
+    vocab = {text: i for text, i in model["vocab"].items() if text not in specials}
+    tokens = sorted(vocab, key=vocab.get)
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    if pairs != merges(tokens):
         raise ValueError("its merges are not in the order of its ids")
-    if len(listed) < len(tokens) - 256 and not model.get("ignore_merges"):
+    if len(pairs) < len(tokens) - 256 and not model.get("ignore_merges"):
         raise ValueError("some of its tokens have no merge")
-    ours = file_content(tokens, split["pattern"]["Regex"])
+    ours = file_content([raw(token) for token in tokens], split["pattern"]["Regex"])
     encoding(ours)  # is every byte a token, can tiktoken read the pattern?
-    return ours, order + [specials[name] for name in SPECIALS]
+    return ours, sorted(vocab.values()) + [specials[name] for name in SPECIALS]
 
 
 def read_tokenizer(path: Path) -> tuple[dict, list[int]]:
     """A tokenizer file, ours or theirs -> ours, and for each of our ids the file's."""
     advice = "give with --tokenizer a file of tokenizer_train.py, or byte-level BPE in Hugging "
     advice += "Face's format"
-    if not path.is_file():
-        fail(f"there is no tokenizer {path}; {advice}")
-    with outside(f"{path} is no such tokenizer", advice):
+    with outside(f"{path} is no such tokenizer", advice, (OSError, *DAMAGE)):
         data = json.loads(path.read_text())
         if "model" in data:
             return tokenizer_from_hf(data)

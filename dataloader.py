@@ -157,7 +157,7 @@ def earlier_shards(folder, manifest, units):
     since; of others {file: None}.
     """
     entries = dict.fromkeys(units)
-    for entry in filter(None, [manifest["val"], *manifest["train"]]):
+    for entry in filter(None, [manifest.get("val"), *manifest.get("train", [])]):
         file = entry["file"]
         unit = units.get(file)
         if not unit or entry["source"] != unit.name or not (folder / file).exists():
@@ -199,16 +199,15 @@ def pack(args):
     with lock(out):
         manifest = read_checked(out / "manifest.json") or {}
         settings, units = plan(args, manifest)
-        entries = dict.fromkeys(units)
-        if manifest:
-            for name, new in settings.items():
-                if manifest.get(name) != new:
-                    changed = f"{name} {manifest.get(name)} (now {new})"
-                    fail(f"{out} was packed with {changed}; delete it or choose another --out")
-            entries = earlier_shards(out, manifest, units)
-        elif own.exists() and file_hash(own) != settings["tokenizer_sha256"]:
+        for name, new in settings.items():
+            was = manifest.get(name, new)
+            if was != new:
+                changed = f"{name} {was} (now {new})"
+                fail(f"{out} was packed with {changed}; delete it or choose another --out")
+        if own.exists() and file_hash(own) != settings["tokenizer_sha256"]:
             fail(f"{own} is another tokenizer; move it or choose another --out")
         write_atomic(own, args.tokenizer.read_bytes())  # the rows' copy
+        entries = earlier_shards(out, manifest, units)
         missing = {file: units[file] for file, entry in entries.items() if not entry}
         if missing:
             save_manifest(out, settings, entries)

@@ -310,7 +310,8 @@ def download(out, shards):
 
     def fetch(path):
         reason = fetch_file(f"{host}/datasets/{REPO}/resolve/main/{path.name}", path)
-        print(f"{path.name}: {reason or 'here'}", flush=True)
+        if not reason:
+            print(f"{path.name}: here", flush=True)
         return reason
 
     with lock(out):

@@ -301,7 +301,7 @@ class PackedData:
         path = self.folder / entry["file"]
         advice = "delete it and run pack again"
         with outside(f"{path} is damaged or missing", advice, (FileNotFoundError, ValueError)):
-            rows = np.lib.format.open_memmap(path, "r")
+            rows = np.asarray(np.lib.format.open_memmap(path, "r"))
             if rows.shape != (entry["rows"], self.seq_len + 1) or rows.dtype != np.uint16:
                 raise ValueError(f"it holds {rows.shape} {rows.dtype}")
             if check and file_hash(path) != entry["sha256"]:

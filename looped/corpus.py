@@ -18,7 +18,6 @@ import sys
 import sysconfig
 import time
 import tokenize
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
@@ -32,7 +31,6 @@ VAL_SHARD = 1822  # its last shard
 SHARD_BYTES = 100e6  # about
 TXT_DOC = 10_000  # characters after which a .txt file is cut at the next blank line
 UNIT_BYTES = 64 << 20  # .txt files up to this size in all become one shard
-DOWNLOADS = 4  # at a time
 ATTEMPTS = 10  # of a download
 BACK_OFF = 2.0  # seconds before the second attempt; 4, 9, 16 … times as long before the next
 
@@ -305,15 +303,8 @@ def fetch_file(url, path, whole=whole_parquet):
 
 
 def download(out, shards):
-    """Fetches the missing shards, validation first."""
+    """Fetches the missing shards, validation first, until one cannot be had."""
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-
-    def fetch(path):
-        reason = fetch_file(f"{host}/datasets/{REPO}/resolve/main/{path.name}", path)
-        if not reason:
-            print(f"{path.name}: here", flush=True)
-        return reason
-
     with lock(out):
         paths = [unit.paths[0] for unit in shard_units(out, shards)]
         todo = [path for path in paths if not whole_parquet(path)]
@@ -323,11 +314,9 @@ def download(out, shards):
         print(f"{out}: {about} to fetch; {free / 1e9:.1f} GB are free", flush=True)
         if need > free:
             fail(f"{about}, do not fit into {out}; ask for fewer")
-        # Not `with`, which would make Ctrl-C wait. The pool has a name because Ctrl-C would be lost
-        # in what Python calls when it frees a pool.
-        pool = ThreadPoolExecutor(DOWNLOADS)
-        for part in todo[:1], todo[1:]:
-            reasons = pool.map(fetch, part)
-            missing = [f"{path.name} ({reason})" for path, reason in zip(part, reasons) if reason]
-            if missing:
-                fail(f"missing: {', '.join(missing)}; run the same command again, it continues")
+        for i, path in enumerate(todo):
+            reason = fetch_file(f"{host}/datasets/{REPO}/resolve/main/{path.name}", path)
+            if reason:
+                missing = ", ".join(path.name for path in todo[i:])
+                fail(f"missing: {missing} ({reason}); run the same command again, it continues")
+            print(f"{path.name}: here", flush=True)

@@ -299,8 +299,8 @@ class PackedData:
     def _open(self, entry, check):
         """Maps a shard that is as the manifest says."""
         path = self.folder / entry["file"]
-        advice = "delete it and run pack again"
-        with outside(f"{path} is damaged or missing", advice, (FileNotFoundError, ValueError)):
+        # Exception: whatever a damaged file makes of its reader
+        with outside(f"{path} is damaged or missing", "delete it and run pack again", Exception):
             rows = np.asarray(np.lib.format.open_memmap(path, "r"))
             if rows.shape != (entry["rows"], self.seq_len + 1) or rows.dtype != np.uint16:
                 raise ValueError(f"it holds {rows.shape} {rows.dtype}")

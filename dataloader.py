@@ -204,8 +204,10 @@ def pack(args):
             if was != new:
                 changed = f"{name} {was} (now {new})"
                 fail(f"{out} was packed with {changed}; delete it or choose another --out")
-        if own.exists() and file_hash(own) != settings["tokenizer_sha256"]:
-            fail(f"{own} is another tokenizer; move it or choose another --out")
+        if not own.exists() or file_hash(own) != settings["tokenizer_sha256"]:
+            for file in (own.name, *units):
+                if (out / file).exists():
+                    fail(f"{out} holds a {file} of another making; move it or choose another --out")
         write_atomic(own, args.tokenizer.read_bytes())  # the rows' copy
         entries = earlier_shards(out, manifest, units)
         missing = {file: units[file] for file, entry in entries.items() if not entry}

@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import time
 import tokenize
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
@@ -31,6 +32,7 @@ VAL_SHARD = 1822  # its last shard
 SHARD_BYTES = 100e6  # about
 TXT_DOC = 10_000  # characters after which a .txt file is cut at the next blank line
 UNIT_BYTES = 64 << 20  # .txt files up to this size in all become one shard
+DOWNLOADS = 4  # at a time
 ATTEMPTS = 10  # of a download
 BACK_OFF = 2.0  # seconds before the second attempt; 4, 9, 16 … times as long before the next
 
@@ -158,7 +160,11 @@ def find_units(folder):
         units = [Unit(str(val), [folder / val])]
     else:
         total = sum(sizes.values())
-        holdout = 10 ** (1 + (total >= 20e6) + (total >= 1e9))  # 0.2 to 10 MB of text, mostly
+        holdout = 1000  # 0.2 to 10 MB of validation text, mostly
+        if total < 20e6:
+            holdout = 10
+        elif total < 1e9:
+            holdout = 100
         every = [folder / name for name in sizes]
         units = [Unit(f"1 document in {holdout} by content hash", every, holdout, held_out=True)]
     sizes |= dict.fromkeys(tables, UNIT_BYTES + 1)  # so that each is alone
@@ -303,8 +309,12 @@ def fetch_file(url, path, whole=whole_parquet):
 
 
 def download(out, shards):
-    """Fetches the missing shards, validation first, until one cannot be had."""
+    """Fetches the missing shards, validation first, several at a time, until one cannot be had."""
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+    def fetch(path):
+        return fetch_file(f"{host}/datasets/{REPO}/resolve/main/{path.name}", path)
+
     with lock(out):
         paths = [unit.paths[0] for unit in shard_units(out, shards)]
         todo = [path for path in paths if not whole_parquet(path)]
@@ -314,9 +324,11 @@ def download(out, shards):
         print(f"{out}: {about} to fetch; {free / 1e9:.1f} GB are free", flush=True)
         if need > free:
             fail(f"{about}, do not fit into {out}; ask for fewer")
-        for i, path in enumerate(todo):
-            reason = fetch_file(f"{host}/datasets/{REPO}/resolve/main/{path.name}", path)
-            if reason:
-                missing = ", ".join(path.name for path in todo[i:])
-                fail(f"missing: {missing} ({reason}); run the same command again, it continues")
-            print(f"{path.name}: here", flush=True)
+        pool = ThreadPoolExecutor(DOWNLOADS)  # not in `with`, where Ctrl-C would wait for it
+        for some in (todo[:1], todo[1:]):  # first validation, which training needs at once
+            for path, reason in zip(some, pool.map(fetch, some)):
+                if reason:
+                    pool.shutdown(cancel_futures=True)
+                    missing = ", ".join(path.name for path in todo if not path.exists())
+                    fail(f"missing: {missing} ({reason}); run the same command again, it continues")
+                print(f"{path.name}: here", flush=True)

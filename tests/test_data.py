@@ -172,9 +172,14 @@ def test_other_settings_are_refused(folder, tokenizer, rows, tmp_path, capsys):
         refused(capsys, again(), "another process")
     assert contents(rows) == before
     (rows / "manifest.json").unlink()  # a tokenizer there may be the only copy of somebody's
-    refused(capsys, again(tokenizer=other), "tokenizer.json is another tokenizer")
+    refused(capsys, again(tokenizer=other), "holds a tokenizer.json of another making")
     again()()
     assert contents(rows) == before
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "val.npy").write_bytes(b"somebody's")
+    refused(capsys, partial(pack, folder, tokenizer, foreign), "holds a val.npy of another making")
+    assert (foreign / "val.npy").read_bytes() == b"somebody's"
     readme = partial(pack, folder, ROOT / "README.md", tmp_path / "x")
     line = refused(capsys, readme, "README.md is damaged, or not a file of this program")
     assert "delete" not in line

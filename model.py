@@ -400,7 +400,14 @@ CHOICES = {
     "granularity": GRANULARITIES,
 }
 POSITIVE = ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams", "rope_theta")
-LARGEST = {"n_prelude": 4096, "n_core": 4096, "n_coda": 4096, "rope_theta": 1 << 31}  # others: 2^20
+# drawing a depth takes as long as its mean; others: 2^20
+LARGEST = {
+    "n_prelude": 4096,
+    "n_core": 4096,
+    "n_coda": 4096,
+    "mu_rec": 10000,
+    "rope_theta": 1 << 31,
+}
 
 
 def setting(default, about: str):

@@ -66,7 +66,7 @@ from looped.machine import (
     take_from_first,
     to_device,
 )
-from looped.memory import check_memory, fit_memory
+from looped.memory import DEVICE_BATCH, check_memory, fit_memory
 from looped.randomness import SEED_STATE, sequence_keys
 from looped.run_directory import (
     RunLog,
@@ -77,7 +77,6 @@ from looped.run_directory import (
     release_run,
 )
 from looped.settings import (
-    DEVICE_BATCH,
     FINAL_DEPTHS,
     check_meaning,
     check_rows,
@@ -165,8 +164,8 @@ OPTIMIZERS = {"muon": muon_groups, "adamw": adamw_groups}
 
 
 # fmt: off
-def parse_args(argv=None):
-    parser = Parser(description=__doc__, prog="train.py", allow_abbrev=False)
+def parse_args(argv=None, prog="train.py", about=__doc__):
+    parser = Parser(description=about, prog=prog, allow_abbrev=False)
     add = parser.add_argument
     add("--preset", default="nano", choices=PRESETS,
         help="network and recipe (default: %(default)s)")
@@ -283,7 +282,7 @@ def model_config(args) -> ModelConfig:
     if "mu_rec" in given and "mu_bwd" not in given:
         settings["mu_bwd"] = 0  # half of the given mu_rec, not of the preset's
     settings |= given
-    check_meaning(args.preset, given, settings)
+    check_meaning(given, settings)
     try:
         return ModelConfig(**settings)
     except ValueError as e:
@@ -623,8 +622,8 @@ def choose_dtype(args, place: Place) -> str:
     if begun:
         args.dtype = begun
         return "as the run began"
-    args.dtype, reason = best_dtype(place.device)
-    return reason
+    args.dtype = best_dtype(place.device)
+    return "the faster one here"
 
 
 def build(
@@ -696,18 +695,17 @@ def train(args, progress: dict) -> None:
     config, newest, finished = agree_on_run(args, cfg, data, steps, place)
 
     # 2. model and optimiser
-    compiled, compile_reason = choose_compile(args.compile, steps, place)
+    compiled = choose_compile(args.compile, steps, place)
     check_memory(cfg, args.optimizer, place)
     model, optimizer, first = build(args, cfg, data, newest, place, compiled)
     if finished and first == steps:
         place.say(f"{folder} is finished: all {steps} steps, and its validation")
         leave(place)
         return
-    fit = fit_memory(model, optimizer, args, place, rows_given)
-    args.device_batch_size = fit.step.rows
+    fit = fit_memory(model, optimizer, args, place)
     choices = choices_made(args, cfg, place, fit, rows_given)
     choices["activations"] = (args.dtype, dtype_reason)
-    choices["compile"] = ("on" if compiled else "off", compile_reason)
+    choices["compile"] = ("on" if compiled else "off", f"--compile {args.compile}")
     if compiled:
         choices["compiling took"] = (f"{fit.seconds:.0f} s", "with the memory's test")
 

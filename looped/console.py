@@ -71,32 +71,19 @@ def run_cli(main):
             main()
         except OSError as e:
             fail(f"{e.filename or ''} {e.strerror or e}".strip())
-    except SystemExit as e:
-        if is_rank():
-            end_now(e.code)
-        raise
-    except KeyboardInterrupt:
-        # a thread may be waiting for the network, and what is half done can be continued
-        end_now(130)
-    except Exception:
-        if is_rank():
+    except BaseException as e:
+        interrupted = isinstance(e, KeyboardInterrupt)
+        distributed = sys.modules.get("torch.distributed")
+        is_rank = distributed is not None and distributed.is_initialized()
+        if not interrupted and not is_rank:
+            raise
+        # The interpreter's own end could wait for a thread at the network, or, while other ranks
+        # are still in the group, hang or abort.
+        if isinstance(e, Exception):
             traceback.print_exc()
-            end_now(1)
-        raise
-
-
-def is_rank() -> bool:
-    """Whether this process is in a group of ranks. A normal exit while others are still in it could
-    hang, or make the interpreter abort: use `end_now`.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized()
-
-
-def end_now(code: int) -> None:
-    """Ends the process without the interpreter's own end."""
-    sys.stdout.flush()
-    os._exit(code)
+        code = e.code if isinstance(e, SystemExit) else 1
+        sys.stdout.flush()
+        os._exit(130 if interrupted else code)
 
 
 def flag(name: str) -> str:

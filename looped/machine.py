@@ -100,30 +100,21 @@ def distributed(name: str) -> Place:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1 and not dist.is_initialized():
-        if device.type == "cuda":
-            # else a barrier uses GPU (rank modulo the visible GPUs), which may be another card
-            dist.init_process_group("nccl", timeout=HANG, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=HANG)
+        # unnamed, a barrier's GPU is (rank modulo the visible GPUs), which may be another card
+        gpu = device if device.type == "cuda" else None
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=HANG, device_id=gpu)
     return Place(rank, world, device)
 
 
-def core_ticks(stat: Path = Path("/proc/stat")) -> np.ndarray:
-    """(cores that this process may use, 2): ticks at rest, ticks in all. Linux only."""
+def seconds_at_rest(stat: Path = Path("/proc/stat")) -> np.ndarray:
+    """Of each core that this process may use, since the system began. Linux only."""
     own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     ticks = []
     for line in stat.read_text().splitlines():
-        name, *counts = line.split()
+        name, *values = line.split()
         if name in own:
-            counts = np.array(counts[:8], int)  # user, nice, system, idle, iowait, …, steal
-            ticks.append([counts[3] + counts[4], counts.sum()])
-    return np.array(ticks)
-
-
-def cores_at_rest(before: np.ndarray, after: np.ndarray) -> int:
-    """How many cores rested for most of the time between two `core_ticks`."""
-    resting, total = (after - before).T
-    return int((resting > total / 2).sum())
+            ticks.append(int(values[3]) + int(values[4]))  # idle, waiting for a disk
+    return np.array(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def note_busy_cores(place: Place) -> None:
@@ -134,12 +125,14 @@ def note_busy_cores(place: Place) -> None:
     if place.device.type != "cpu" or place.world > 1 or "OMP_NUM_THREADS" in os.environ:
         return
     try:
-        before = core_ticks()
+        before = seconds_at_rest()
         time.sleep(0.25)
-        free = max(1, cores_at_rest(before, core_ticks()))
-    except (OSError, AttributeError, ValueError):  # not Linux
+        rested = seconds_at_rest() - before
+    except (OSError, AttributeError):  # not Linux
         return
-    if free < torch.get_num_threads():
+    busy = (rested < 0.125).sum()
+    free = max(1, len(rested) - busy)
+    if busy and free < torch.get_num_threads():
         cost = "which can make this run several times slower"
         note(f"other programs are at work here, {cost}; try OMP_NUM_THREADS={free}")
 
@@ -158,37 +151,27 @@ def leave(place: Place) -> None:
         dist.destroy_process_group()
 
 
-def best_dtype(device: torch.device) -> tuple[str, str]:
-    """float32 or bfloat16, whichever this device's matrix products are faster in, and the reason in
-    words.
-    """
-    if device.type == "cuda":
-        return "bfloat16", "a GPU"
-    if device.type == "mps":
-        return "float32", "bfloat16 is not faster on Apple's GPUs"
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-        return "bfloat16", "this processor multiplies bfloat16 (AVX512-BF16 or AMX)"
-    return "float32", "this processor has no bfloat16 products"
+def best_dtype(device: torch.device) -> str:
+    """Whichever this device's matrix products are faster in; on Apple's GPUs bfloat16 is not."""
+    multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    fast = device.type == "cuda" or (device.type == "cpu" and multiplies)
+    return "bfloat16" if fast else "float32"
 
 
-def choose_compile(wish: str, steps: int, place: Place) -> tuple[bool, str]:
-    """Whether to compile the model's pieces, and the reason. wish: auto, on or off."""
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if place.is_gpu and wish != "off":  # Triton compiles its launcher here
+def choose_compile(wish: str, steps: int, place: Place) -> bool:
+    """Whether to compile the model's pieces. wish: auto, on or off."""
+    compilers = [os.environ.get("CXX", "g++")]
+    if place.is_gpu:  # for Triton's launcher
         compilers = [os.environ.get("CC", "gcc"), "clang"]
-        if not any(map(shutil.which, compilers)) or not header.is_file():
-            needs = "compiling takes gcc and Python's headers, not all of which are here"
-            fail(f"{needs}; install them (python3-dev), or try --compile off")
-    if wish != "auto":
-        return wish == "on", "given"
-    if place.device.type != "cpu":
-        return place.is_gpu, f"the default on {place.device.type}"
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if sys.platform != "linux" or not compiler or not header.is_file():
-        return False, "on a CPU it takes Linux, g++ and Python's headers, not all of which are here"
-    if steps < COMPILE_STEPS:
-        return False, f"on a CPU it pays from some {COMPILE_STEPS:,} steps on"
-    return True, f"it pays from some {COMPILE_STEPS:,} steps on"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    able = header.is_file() and any(map(shutil.which, compilers))
+    if place.is_gpu and wish != "off" and not able:
+        needs = "compiling takes gcc and Python's headers, not all of which are here"
+        fail(f"{needs}; install them (python3-dev), or try --compile off")
+    if place.is_gpu or wish != "auto":
+        return wish != "off"
+    on_linux = sys.platform == "linux" and place.device.type == "cpu"
+    return able and on_linux and steps >= COMPILE_STEPS
 
 
 def network_code() -> str:
@@ -199,11 +182,9 @@ def network_code() -> str:
 
 def note_other_code(run: Path, config: dict) -> None:
     """Says so where a run was made by other code than this; config: its config.json."""
-    code = network_code()
-    if config.get("network_code", code) != code:
-        where = "its config.json has the commit and the uncommitted changes"
+    if config.get("network_code") not in (None, network_code()):
         files = ", ".join(NETWORK)
-        note(f"{run} was trained with another version of {files}; {where}")
+        note(f"{run} was trained with another version of {files}; its config.json has the commit")
 
 
 def environment() -> dict:
@@ -223,28 +204,22 @@ def environment() -> dict:
 def git(*command) -> str | None:
     """The output of a git command in the program's folder; None without git or a checkout."""
     folder = Path(__file__).parents[1]
-    with contextlib.suppress(OSError):
-        out = subprocess.run(("git", *command), capture_output=True, text=True, cwd=folder)
-        if out.returncode == 0:
-            return out.stdout.strip()
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        line = ("git", *command)
+        out = subprocess.run(line, capture_output=True, text=True, cwd=folder, check=True)
+        return out.stdout.strip()
     return None
 
 
 def machine_name() -> str:
-    name = f"{processor()}, {os.cpu_count()} cores"
+    """Processor and GPUs, as far as the system tells them."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
+    processor = found[1] if found else platform.processor() or platform.machine()
+    name = f"{processor}, {os.cpu_count()} cores"
     if torch.cuda.is_available():
         name += f", {torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
     return name
-
-
-def processor() -> str:
-    """The CPU's name, as far as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        found = re.search(r"model name\s*: (.+)", info.read_text())
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine()
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -1,10 +1,10 @@
 """
 The memory that a training step takes: predicted, tried before the first step, and made to fit.
 
-B rows, T tokens a row, D width, V vocabulary; a "block application" is one block run once, with
-gradient unless said otherwise. The formula was fitted to the peaks that torch's allocator saw
-beside a stand-in for the GPU's driver, which runs no kernel (results/rehearsal.md), and agrees with
-them within 10 % (tests/test_gpu.py). What --mechanism keeps on top, up to 12 %, is left out.
+The prediction is for compiled steps in bfloat16, as GPUs take them. It was fitted to the peaks that
+torch's allocator saw beside a stand-in for the GPU's driver, which runs no kernel
+(results/rehearsal.md), and agrees with them within 10 % (tests/test_gpu.py). What --mechanism keeps
+on top, up to 12 %, is left out. Other steps are tried from what is predicted for these.
 """
 
 import gc
@@ -24,28 +24,15 @@ from looped.machine import Place
 from looped.randomness import SEED_STATE, sequence_keys
 
 GIB = 2**30
+DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for
 HEADROOM = 0.08  # of the free memory: fragments of the allocator, what libraries take later
 CHUNK = 8192  # tokens whose logits exist at once on a GPU that cannot hold all
 CPU_CHUNK = 256
-
-# Numbers that a block application keeps for the backward pass, per token: the first constant
-# times D for norms, attention and residuals, the second times the MLP's width (relu²: its
-# argument and its value; SwiGLU: both factors and their product).
-KEPT_BESIDE_MLP = 11.2
-KEPT_OF_MLP = {"relu2": 2.0, "swiglu": 3.0}
-INTO_MLP = {"relu2": 1, "swiglu": 2}  # matrices
-# The same where less is kept (keep_less).
-LESS_BESIDE_MLP = 7.1
-LESS_OF_MLP = {"relu2": 1.0, "swiglu": 2.0}
-# If a device batch of at most this many tokens does not fit, it is tried with less kept for the
-# backward pass before a smaller one is tried; larger batches are made smaller at once.
+# Of more tokens than this at once the logits may be taken in chunks, whose own buffers are larger
+# than the logits of fewer. Of fewer, less may be kept for the backward pass (keep_less), which
+# costs less time than half as many rows would: the work done once a micro-batch, casting weights
+# and summing their gradients, is then a large part of a step.
 FEW_TOKENS = 16_384
-ROUNDING = 1.02  # what the allocator rounds up, and small buffers
-# Bytes of a logit where nothing is compiled. All at once: log-probabilities and two gradients in
-# float32; of a chunk: the logits, and in float32 their copy, the probabilities and what these
-# become.
-EAGER_LOGIT = 12
-EAGER_CHUNK_LOGIT = 13
 
 
 # -------------------------------------------------------------------------------------------------
@@ -59,136 +46,66 @@ class Step:
     rows: int  # at once
     optimizer: str = "muon"
     world: int = 1
-    number_bytes: int = 2  # of an activation: 2 in bfloat16, 4 in float32
     loss_chunk: int = 0
     checkpoint_loops: bool = False
-    compiled: bool = True
-    keep_less: bool = False  # only where compiled
-    residual_bytes: int = 0  # of a number of the residual stream; 0: as an activation's
+    keep_less: bool = False
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one device, by part."""
-
-    static: float  # weights, gradients and the optimiser's state
-    activations: float  # and logits, at the start of the backward pass
-    update: float  # temporary tensors of the optimiser's step, when the activations are gone
-
-    def peak(self) -> float:
-        return self.static + max(self.activations, self.update)
-
-
-@dataclass(frozen=True)
-class MatrixStack:
-    """Matrices of one shape, which Muon updates together; on several ranks a third at a time."""
-
-    count: int
-    rows: int
-    columns: int
-
-    def numbers(self) -> int:
-        return self.count * self.rows * self.columns
-
-
-def of_mlp(table: dict, cfg):
-    """The table's entry for the network's MLP; for an MLP that it does not list, the largest."""
-    return table.get(cfg.mlp, max(table.values()))
-
-
-def matrix_stacks(cfg) -> list[MatrixStack]:
-    """The blocks' matrices by shape: attention's; into the MLP's width; and out of it."""
-    layers = cfg.n_layer()
-    into_mlp = of_mlp(INTO_MLP, cfg)
-    return [
-        MatrixStack(4 * layers, cfg.d_model, cfg.d_model),
-        MatrixStack(into_mlp * layers, cfg.d_mlp, cfg.d_model),
-        MatrixStack(layers, cfg.d_model, cfg.d_mlp),
-    ]
-
-
-def other_parameters(cfg) -> int:
-    """Numbers in the tables and in the loop's own matrices; vectors and gates are left out."""
-    tables = (1 + len(cfg.value_layers())) * cfg.vocab_size * cfg.d_model
-    squares = {"diagonal": int(cfg.input_matrix), "concat": 2}.get(cfg.injection, 0) + cfg.readout
-    return tables + (cfg.d_model**2 * squares if cfg.n_core else 0)
-
-
-def predict_memory(cfg, step: Step) -> Memory:
-    """The peak by part, at the deepest depth to be expected.
-
-    Every device keeps all weights and gradients in float32, its part of the two moments and, with
-    several devices, a buffer for that part of the reduced gradient. Muon's second moment is one
-    number a row or column: left out.
+def predict_memory(cfg, step: Step) -> float:
+    """Peak bytes of one device: at the start of the backward pass, at the deepest depth to be
+    expected, or in the update.
     """
-    # Copies of AdamW's largest buffer, a table. Compiled: one, the gradient's square for its norm;
-    # else three, its steps; two more with update clipping. Of Muon's largest buffer: four.
-    copies = 1 if step.compiled else 3
-    if step.optimizer == "adamw":
-        copies += 2
-    update = copies * cfg.vocab_size * cfg.d_model
-    by_muon = 0
-    by_adamw = other_parameters(cfg)
-    for stack in matrix_stacks(cfg):
-        if step.optimizer != "muon":
-            by_adamw += stack.numbers()
-            continue
-        # padded, so that every device owns equally many matrices; updated in thirds: muon.py (small
-        # stacks whole, which is a few MB)
-        own = math.ceil(stack.count / step.world)
-        at_once = math.ceil(own / 3) if step.world > 1 else own
-        row_of_ranks = step.world * stack.rows * stack.columns  # a matrix of each
-        by_muon += own * row_of_ranks
-        update = max(update, 4.15 * (at_once * row_of_ranks))
-    parameters = by_adamw + by_muon
-    state = parameters + by_adamw + (parameters if step.world > 1 else 0)
-    return Memory(
-        static=ROUNDING * (4.0 * parameters + 4.0 * parameters + 4.0 * state / step.world),
-        activations=activation_bytes(cfg, step) + logit_bytes(cfg, step),
-        update=4.0 * update / step.world,
-    )
+    backward = activation_bytes(cfg, step) + logit_bytes(cfg, step)
+    update = 0.0
+    if step.optimizer == "muon" and step.world == 1:
+        stack = 4 * cfg.n_layer() * cfg.d_model**2  # attention's matrices, updated all at once
+        update = 4.15 * 4 * stack  # copies, in float32
+    return static_bytes(cfg, step.optimizer, step.world) + max(backward, update)
+
+
+def static_bytes(cfg, optimizer: str, world: int) -> float:
+    """Bytes of weights, gradients and the optimiser's state, in float32; vectors are left out.
+
+    Every device keeps all weights and gradients, its part of the moments and, with several devices,
+    a buffer for that part of the reduced gradient. Left out: Muon's second moment, one number a
+    row, and what pads its stacks on several devices, up to 7 % on eight.
+    """
+    tables = (1 + len(cfg.value_layers())) * cfg.vocab_size * cfg.d_model
+    parameters = tables + cfg.n_layer() * cfg.block_matmul()
+    shared = parameters + (tables if optimizer == "muon" else parameters)
+    if world > 1:
+        shared += parameters
+    return 1.03 * 4 * (2 * parameters + shared / world)  # what the allocator rounds up
 
 
 def activation_bytes(cfg, step: Step) -> float:
     """Bytes alive at the start of the backward pass, logits left out."""
     _, k = deepest(cfg, 1)
     loops = int(k[0])  # with gradient
-    block = KEPT_BESIDE_MLP * cfg.d_model + of_mlp(KEPT_OF_MLP, cfg) * cfg.d_mlp
+    # numbers that a block keeps per token: of norms, attention and residuals, and of the MLP, whose
+    # width counts once for each of its matrices
+    width = cfg.d_model
+    mlp = cfg.block_matmul() / width - 4 * width
+    block = 11.2 * width + mlp
     if step.keep_less:
-        block = LESS_BESIDE_MLP * cfg.d_model + of_mlp(LESS_OF_MLP, cfg) * cfg.d_mlp
+        block = 7.1 * width + mlp - cfg.d_mlp
     ends = cfg.n_prelude + cfg.n_coda
-    blocks = ends + cfg.n_core * loops
-    starts = 0
+    kept = block * (ends + cfg.n_core * loops)
+    copies = cfg.n_core * cfg.block_matmul()  # of the core's weights, for all loops
     if step.checkpoint_loops and loops:
-        blocks = max(ends, cfg.n_prelude + cfg.n_core)
-        starts = 2 * cfg.d_model * loops  # what a recomputed loop starts from
-    tokens = step.rows * cfg.seq_len
-    kept = step.number_bytes * tokens * (starts + block * blocks)
-    if step.residual_bytes > step.number_bytes:
-        # what the two norms of a block, a loop's decay, the readout and the last norm read
-        residual = cfg.d_model * (2 * blocks + loops + 2)
-        kept += (step.residual_bytes - step.number_bytes) * tokens * residual
-    if step.number_bytes == 4:
-        return kept
-    # copies of the weights: one of the core's for all loops; uncompiled, one for every other use
-    once = 0 if step.checkpoint_loops else cfg.n_core
-    if step.compiled:
-        copies = once * cfg.block_matmul()
-    else:
-        layers = blocks - once * (loops - 1)
-        copies = layers * cfg.block_matmul() + cfg.vocab_size * cfg.d_model
-    return kept + step.number_bytes * copies
+        starts = 2 * width * loops  # what a recomputed loop starts from
+        kept = starts + block * max(ends, cfg.n_prelude + cfg.n_core)
+        copies = 0
+    return 2.0 * (step.rows * cfg.seq_len * kept + copies)
 
 
 def logit_bytes(cfg, step: Step) -> float:
     """Bytes of a micro-batch's logits; or of a chunk's, its probabilities and head gradient."""
     tokens = step.rows * cfg.seq_len
     if step.loss_chunk == 0:
-        each = step.number_bytes if step.compiled else EAGER_LOGIT
-        return float(each * tokens * cfg.vocab_size)
+        return 2.0 * tokens * cfg.vocab_size
     chunk = min(step.loss_chunk, tokens)
-    each = 4 + step.number_bytes if step.compiled else EAGER_CHUNK_LOGIT
-    return float(each * chunk * cfg.vocab_size + 4 * cfg.vocab_size * cfg.d_model)
+    return cfg.vocab_size * (6.0 * chunk + 4.0 * cfg.d_model)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -208,6 +125,22 @@ def less_memory(rows: int, batch: int, world: int) -> str:
     return "try --checkpoint-loops, if the model has a loop, or a smaller --preset"
 
 
+def steps_to_try(
+    cfg, base: Step, batch: int, rows=None, chunks=(0, CHUNK), less=True
+) -> list[Step]:
+    """Steps of so many rows, or else of each device batch, the best first: those of many tokens
+    with each loss chunk, and, unless less is False, those of few tokens or of given rows once more
+    with less kept for the backward pass.
+    """
+    steps = []
+    for count in [rows] if rows else device_batches(DEVICE_BATCH, batch, base.world):
+        few = count * cfg.seq_len <= FEW_TOKENS
+        keeps_less = (False, True) if less and (rows or few) else (False,)
+        for kept, chunk in product(keeps_less, chunks[:1] if few else chunks):
+            steps.append(replace(base, rows=count, keep_less=kept, loss_chunk=chunk))
+    return steps
+
+
 @dataclass
 class MemoryFit:
     """What is held at once, and what finding it took."""
@@ -221,7 +154,7 @@ def check_memory(cfg, optimizer: str, place: Place) -> None:
     """Ends the program where a GPU could not even hold weights, gradients and their moments."""
     if not place.is_gpu:
         return
-    need = predict_memory(cfg, Step(1, optimizer, place.world)).static
+    need = static_bytes(cfg, optimizer, place.world)
     free = free_memory(place)
     if need > free:
         fail(
@@ -231,105 +164,61 @@ def check_memory(cfg, optimizer: str, place: Place) -> None:
         )
 
 
-def fit_memory(model, optimizer, args, place: Place, rows_given: bool) -> MemoryFit:
-    """Settles device batch and loss chunk: what the user gave, or what fits on all ranks.
-
-    The first try is the largest that is predicted to fit; a try runs the warm-up, which must leave
-    HEADROOM free.
+def fit_memory(model, optimizer, args, place: Place) -> MemoryFit:
+    """Settles device batch and loss chunk, in args and model: what the user gave, or what fits on
+    all ranks. The first try is the best that is predicted to fit; a try must leave HEADROOM free.
     """
     started = time.perf_counter()
     if model.is_compiled:
         place.say("compiling: some minutes, much less where torch's cache has these shapes")
-    steps = possible_steps(model, optimizer, args, place, rows_given)
+    chunks = (0, CHUNK) if place.is_gpu else (CPU_CHUNK,)
+    if args.loss_chunk is not None:
+        chunks = (args.loss_chunk,)
+    base = Step(1, args.optimizer, place.world, checkpoint_loops=model.checkpoint_loops)
+    less = place.is_gpu and model.is_compiled
+    given = args.device_batch_size
+    steps = steps_to_try(model.cfg, base, args.batch_size, given, chunks, less)
     room = math.inf
     if place.is_gpu:
-        room = usable_memory(free_memory(place))
+        room = (1 - HEADROOM) * free_memory(place)
         total = torch.cuda.get_device_properties(place.device).total_memory
         # what would leave less than HEADROOM free raises OutOfMemoryError
         torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0), place.device)
-        while len(steps) > 1 and predict_memory(model.cfg, steps[0]).peak() > room:
+        while len(steps) > 1 and predict_memory(model.cfg, steps[0]) > room:
             steps.pop(0)
     for step in steps:
+        args.device_batch_size = step.rows
         model.loss_chunk = step.loss_chunk
-        peak = 0.0
-        if model.is_compiled or place.device.type != "cpu":
-            peak = try_step(model, optimizer, step, place)
-        if peak is not None:
+        if try_step(model, optimizer, step, place):
             break
     else:
-        need = predict_memory(model.cfg, step).peak()
         fail(
-            f"--device-batch-size {step.rows} does not fit the GPU's memory: {room / GIB:.1f} GiB "
-            f"may be taken, and the deepest depth needs some {need / GIB:.1f}; "
+            f"--device-batch-size {step.rows} does not fit the GPU's memory, of which "
+            f"{room / GIB:.1f} GiB may be taken; "
             f"{less_memory(step.rows, args.batch_size, place.world)}"
         )
+    peak = 0.0
     if place.is_gpu:
         torch.cuda.set_per_process_memory_fraction(1.0, place.device)
+        peak = torch.cuda.max_memory_allocated(place.device) / GIB
+        torch.cuda.reset_peak_memory_stats(place.device)  # training's own peak is logged
     return MemoryFit(step, peak, time.perf_counter() - started)
-
-
-def possible_steps(model, optimizer, args, place: Place, rows_given: bool) -> list[Step]:
-    """What may be tried, the best first."""
-    counts = [args.device_batch_size]
-    if not rows_given:
-        counts = device_batches(args.device_batch_size, args.batch_size, place.world)
-    chunks = [0, CHUNK] if place.is_gpu else [CPU_CHUNK]
-    if args.loss_chunk is not None:
-        chunks = [args.loss_chunk]
-    base = Step(
-        rows=args.device_batch_size,
-        optimizer="muon" if any(rule.stacked for rule, _ in optimizer.buffers) else "adamw",
-        world=place.world,
-        number_bytes=model.dtype.itemsize,
-        checkpoint_loops=model.checkpoint_loops,
-        compiled=model.is_compiled,
-        residual_bytes=(model.residual_dtype or model.dtype).itemsize,
-    )
-    less_up_to = 0
-    if place.is_gpu and model.is_compiled:
-        less_up_to = math.inf if rows_given else FEW_TOKENS
-    return steps_to_try(model.cfg, base, counts, chunks, less_up_to)
-
-
-def steps_to_try(cfg, base: Step, counts: list, chunks: list, less_up_to: float) -> list[Step]:
-    """Steps of so many rows, each with the first loss chunk, then with those that take less memory.
-
-    Those of at most `less_up_to` tokens at once are tried once more with less kept for the backward
-    pass. That costs less time than half as many rows would: with few tokens, the work done once a
-    micro-batch, casting weights and summing their gradients, takes a large part of a step
-    (parcae-1.3b: some 23 GB of kernels' tensors, plus 17 GB a row).
-    """
-    steps = []
-    for count, less, chunk in product(counts, (False, True), chunks):
-        first = replace(base, rows=count, keep_less=less, loss_chunk=chunks[0])
-        step = replace(first, loss_chunk=chunk)
-        # a chunk's own buffers may be larger than the logits of a few rows
-        smaller = step == first or logit_bytes(cfg, step) < logit_bytes(cfg, first)
-        if smaller and not (less and count * cfg.seq_len > less_up_to):
-            steps.append(step)
-    return steps
 
 
 def free_memory(place: Place) -> float:
     """Bytes that this program can have on the GPU that has the least, its own cache included."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(place.device)
-    free += torch.cuda.memory_reserved(place.device)
-    return least(float(free), place)
+    return least(free + torch.cuda.memory_reserved(place.device), place)
 
 
 def least(value: float, place: Place) -> float:
     """The least of the ranks' values."""
     if place.world == 1:
         return value
-    shared = torch.tensor(value, device=place.device)
+    shared = torch.tensor(float(value), device=place.device)
     dist.all_reduce(shared, dist.ReduceOp.MIN)
     return shared.item()
-
-
-def usable_memory(free: float) -> float:
-    """Bytes that training may take of what is free."""
-    return (1 - HEADROOM) * free
 
 
 def keep_less(less: bool) -> None:
@@ -344,39 +233,37 @@ def keep_less(less: bool) -> None:
     config.ban_recompute_materialized_backward = not less
 
 
-def try_step(model, optimizer, step: Step, place: Place) -> float | None:
-    """The warm-up's peak, GiB on a GPU; None where it did not fit on every rank."""
+def try_step(model, optimizer, step: Step, place: Place) -> bool:
+    """Whether the warm-up, where there is one, fits on every rank."""
+    if not (model.is_compiled or place.is_gpu):
+        return True
     if model.is_compiled:
         keep_less(step.keep_less)
     if place.is_gpu:
         torch.cuda.reset_peak_memory_stats(place.device)
-    fits = succeeds(partial(warm_up, model, step.rows, place), optimizer, place)
-    if fits and place.world == 1:
-        fits = succeeds(optimizer.rehearse, optimizer, place)
-    elif fits:  # the ranks wait for each other in it, so one that lacks memory must end the run
+    fits = succeeds(partial(warm_up, model, step.rows, place), place)
+    if fits and place.world > 1:
+        # the ranks wait for each other in it, so one that lacks memory must end the run
         optimizer.rehearse()
+    elif fits:
+        fits = succeeds(optimizer.rehearse, place)
     if not fits:
+        optimizer.zero_grad()
         if model.is_compiled:
             # else the next try's rows would share a slower graph for any number of rows
             torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-        return None
-    if not place.is_gpu:
-        return 0.0
-    peak = torch.cuda.max_memory_allocated(place.device) / GIB
-    torch.cuda.reset_peak_memory_stats(place.device)  # training's own peak is logged
-    return peak
+    return fits
 
 
-def succeeds(part, optimizer, place: Place) -> bool:
+def succeeds(part, place: Place) -> bool:
     """Whether part() finds memory on every rank."""
     fits = 1.0
     try:
         part()
     except torch.OutOfMemoryError:
         fits = 0.0
-    optimizer.zero_grad()
     return least(fits, place) > 0
 
 
@@ -392,25 +279,18 @@ def warm_up(model, rows: int, place: Place) -> None:
     keys = sequence_keys(SEED_STATE, each=range(rows), device=place.device)
     ids = tokens[:, :-1]
     targets = tokens[:, 1:]
-    for n, k in warm_up_depths(cfg, rows, place.is_gpu):
+    none = np.zeros(rows, np.int64)
+    depths = [(none, none)]  # loops without and with gradient
+    if cfg.n_core:
+        ones = none + 1
+        ragged = np.maximum(3 - np.arange(rows), 1)
+        depths = [(ones, ones), (ragged, ones), (none, ragged)]
+        if place.is_gpu:
+            depths.append(deepest(cfg, rows))
+    for n, k in depths:
         if cfg.granularity == "token":  # a row's tokens are as deep as the row
             n = np.repeat(n[:, None], cfg.seq_len, axis=1)
             k = np.repeat(k[:, None], cfg.seq_len, axis=1)
         loss, _ = model.loss(ids, targets, keys, n, k)
         loss.backward()
     model.losses(ids, targets, [cfg.mu_rec], keys)
-
-
-def warm_up_depths(cfg, rows: int, deep: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Loops without and with gradient, (n, k), of the warm-up's batches."""
-    none = np.zeros(rows, np.int64)
-    if cfg.n_core == 0:
-        return [(none, none)]
-    ones = np.ones(rows, np.int64)
-    ragged = ones.copy()
-    ragged[0] = 3
-    ragged[1:2] = 2
-    depths = [(ones, ones), (ragged, ones), (none, ragged)]
-    if deep:
-        depths.append(deepest(cfg, rows))
-    return depths

@@ -4,7 +4,7 @@ The optimiser on 2, 8 and 16 ranks that are not there (torch's "fake" process gr
 
     PY=… bash tests/rehearsal/dry.sh tests/rehearsal/ranks.py 8
 
-A line for each large preset: GiB of a rank at rest and in an update, with looped/memory.py's prediction in brackets; GB
+A line for each large preset: GiB of a rank at rest, with looped/memory.py's prediction in brackets, and in an update; GB
 of gradients reduced and of weights gathered; the busiest rank's part of Muon's matrices over the mean rank's.
 """
 
@@ -21,7 +21,7 @@ from peaks import GIB, build, reset
 
 import muon
 from looped.figures import table
-from looped.memory import Step, predict_memory
+from looped.memory import static_bytes
 from model import PRESETS
 from train import recipe_of
 
@@ -68,13 +68,11 @@ def row(name: str, world: int) -> list[str]:
     torch.cuda.reset_peak_memory_stats()
     optimizer.rehearse()
     update = torch.cuda.max_memory_allocated() / GIB
-    step = Step(1, recipe_of(name).optimizer, world, compiled=False)
-    predicted = predict_memory(model.cfg, step)
-    static = predicted.static
+    predicted = static_bytes(model.cfg, recipe_of(name).optimizer, world) / GIB
     return [
         name,
-        f"{at_rest:.2f} ({static / GIB:.2f})",
-        f"{update:.2f} ({(static + predicted.update) / GIB:.2f})",
+        f"{at_rest:.2f} ({predicted:.2f})",
+        f"{update:.2f}",
         f"{Sent.reduced / 1e9:.2f}",
         f"{Sent.gathered / 1e9:.2f}",
         f"{busiest(optimizer, world):.2f}",

@@ -146,8 +146,8 @@ def compiled_cases() -> list[Case]:
                   "--injection concat", "--injection add", "--injection none", "--sampling poisson-lognormal-fill",
                   "--residual-dtype float32", "--checkpoint-loops", "--block resnorm --mlp swiglu"):  # fmt: skip
         found.append(training(79.1, "parcae-140m", flags, "compiled: train, validate"))
-    timed = "--preset parcae-140m --rows 32 --rounds 2 --out RUN.md"
-    found.append(Case("compiled: bench: parcae-140m", 79.1, timed, "tools.bench", run="bench"))
+    timed = "--preset parcae-140m --batch-size 32"
+    found.append(Case("compiled: bench: parcae-140m", 79.1, timed, "tools.bench"))
     for case in found:
         case.compiled = True
     return found

@@ -8,7 +8,6 @@ on top, up to 12 %, is left out. Other steps are tried from what is predicted fo
 """
 
 import gc
-import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -178,7 +177,6 @@ def fit_memory(model, optimizer, args, place: Place) -> MemoryFit:
     less = place.is_gpu and model.is_compiled
     given = args.device_batch_size
     steps = steps_to_try(model.cfg, base, args.batch_size, given, chunks, less)
-    room = math.inf
     if place.is_gpu:
         room = (1 - HEADROOM) * free_memory(place)
         total = torch.cuda.get_device_properties(place.device).total_memory
@@ -192,10 +190,10 @@ def fit_memory(model, optimizer, args, place: Place) -> MemoryFit:
         if try_step(model, optimizer, step, place):
             break
     else:
+        advice = less_memory(step.rows, args.batch_size, place.world)
         fail(
             f"--device-batch-size {step.rows} does not fit the GPU's memory, of which "
-            f"{room / GIB:.1f} GiB may be taken; "
-            f"{less_memory(step.rows, args.batch_size, place.world)}"
+            f"{HEADROOM:.0%} must stay free; {advice}"
         )
     peak = 0.0
     if place.is_gpu:

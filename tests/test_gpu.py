@@ -223,6 +223,31 @@ def test_a_card_too_small_for_the_weights_alone_is_refused(monkeypatch, capsys):
     check_memory(cfg, "muon", Place(0, 1, torch.device("cpu")))
 
 
+def test_a_fit_begins_with_what_is_predicted_and_goes_on_until_it_fits(monkeypatch):
+    cuda = mock.Mock()
+    cuda.mem_get_info.return_value = (20 * GIB, 24 * GIB)
+    cuda.memory_reserved.return_value = 0
+    cuda.get_device_properties.return_value.total_memory = 25 * GIB
+    cuda.max_memory_allocated.return_value = 3 * GIB
+    tried = []
+
+    def try_step(model, optimizer, step, place):
+        tried.append((step.rows, step.loss_chunk, step.keep_less))
+        return step.rows < 8
+
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(memory, "try_step", try_step)
+    model = mock.Mock(cfg=PRESETS["parcae-140m"], is_compiled=True, checkpoint_loops=False)
+    args = SimpleNamespace(
+        batch_size=256, device_batch_size=None, loss_chunk=None, optimizer="muon"
+    )
+    fit = memory.fit_memory(model, None, args, Place(0, 1, torch.device("cuda")))
+    assert tried == [(16, 0, False), (16, 8192, False), (8, 0, False), (8, 0, True), (4, 0, False)]
+    assert (args.device_batch_size, model.loss_chunk, fit.peak) == (4, 0, 3)
+    fractions = [call.args[0] for call in cuda.set_per_process_memory_fraction.call_args_list]
+    assert fractions == [0.92 * 20 / 25, 1.0]
+
+
 def test_a_plan_for_cards_that_do_not_divide_the_batch_says_so(capsys):
     line = ["parcae-140m", "--gpus", "6"]
     refused(capsys, lambda: tools.plan.main(line), "batch of 256; try --gpus 2")

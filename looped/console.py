@@ -72,9 +72,9 @@ def run_cli(main):
         except OSError as e:
             fail(f"{e.filename or ''} {e.strerror or e}".strip())
     except BaseException as e:
-        interrupted = isinstance(e, KeyboardInterrupt)
         distributed = sys.modules.get("torch.distributed")
         is_rank = distributed is not None and distributed.is_initialized()
+        interrupted = isinstance(e, KeyboardInterrupt)
         if not interrupted and not is_rank:
             raise
         # The interpreter's own end could wait for a thread at the network, or, while other ranks

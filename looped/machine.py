@@ -266,21 +266,23 @@ def from_device(numbers: dict[str, torch.Tensor], place: Place) -> Callable[[], 
     return wait
 
 
+def set_products(tf32: bool, cudnn: bool, threads: int) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.set_num_threads(threads)
+
+
 @contextlib.contextmanager
 def exact_products(device):
     """A context: float32 products are exact, not TF32, and attention is not cuDNN's, which makes a
     plan for every new shape. On a CPU torch gets one thread, since each core takes batches of its
     own: such small products gain little from being split.
     """
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     tf32 = torch.backends.cuda.matmul.allow_tf32
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     threads = torch.get_num_threads()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.set_num_threads(1 if device.type == "cpu" else threads)
+    set_products(False, False, 1 if device.type == "cpu" else threads)
     try:
         yield threads
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        torch.set_num_threads(threads)
+        set_products(tf32, cudnn, threads)

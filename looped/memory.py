@@ -10,7 +10,6 @@ on top, up to 12 %, is left out. Other steps are tried from what is predicted fo
 import gc
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -232,37 +231,31 @@ def keep_less(less: bool) -> None:
 
 
 def try_step(model, optimizer, step: Step, place: Place) -> bool:
-    """Whether the warm-up, where there is one, fits on every rank."""
+    """Whether the warm-up and an update, where anything is to be found out, fit on every rank."""
     if not (model.is_compiled or place.is_gpu):
         return True
     if model.is_compiled:
         keep_less(step.keep_less)
     if place.is_gpu:
         torch.cuda.reset_peak_memory_stats(place.device)
-    fits = succeeds(partial(warm_up, model, step.rows, place), place)
-    if fits and place.world > 1:
-        # the ranks wait for each other in it, so one that lacks memory must end the run
-        optimizer.rehearse()
-    elif fits:
-        fits = succeeds(optimizer.rehearse, place)
-    if not fits:
-        optimizer.zero_grad()
-        if model.is_compiled:
-            # else the next try's rows would share a slower graph for any number of rows
-            torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-    return fits
-
-
-def succeeds(part, place: Place) -> bool:
-    """Whether part() finds memory on every rank."""
     fits = 1.0
     try:
-        part()
+        warm_up(model, step.rows, place)
+        if place.world == 1:
+            optimizer.rehearse()
     except torch.OutOfMemoryError:
         fits = 0.0
-    return least(fits, place) > 0
+    if least(fits, place) > 0:
+        if place.world > 1:  # ranks wait for each other in it: one that lacks memory ends the run
+            optimizer.rehearse()
+        return True
+    optimizer.zero_grad()
+    if model.is_compiled:
+        # else the next try's rows would share a slower graph for any number of rows
+        torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return False
 
 
 def warm_up(model, rows: int, place: Place) -> None:

@@ -80,11 +80,10 @@ def main(argv=None):
 
     place.say(
         f"{args.preset}: {args.batch_size} rows of {cfg.seq_len} tokens a step, "
-        f"{args.device_batch_size} at once, {args.dtype}, {'' if compiled else 'not '}compiled\n"
-        f"{place.world} rank(s) of {torch.get_num_threads()} threads, {machine_name()}, "
-        f"torch {torch.__version__}\n"
-        f"{mean * 1e3:.1f} ms, {rate:,.0f} tok/s, {memory:.2f} GiB"
+        f"{args.device_batch_size} at once, {args.dtype}, {'' if compiled else 'not '}compiled"
     )
+    place.say(f"{place.world} rank(s) of {torch.get_num_threads()} threads, {machine_name()}")
+    place.say(f"{mean * 1e3:.1f} ms, {rate:,.0f} tok/s, {memory:.2f} GiB")
     peak = peak_flops(place.device)
     if peak:
         place.say(f"MFU {rate * cfg.flops_per_token() / peak / place.world:.3f}")

@@ -12,7 +12,7 @@ come nearest to the paper's. mu_rec 1 is the fixed-depth baseline, in no fit.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 from scipy.optimize import least_squares
 from scipy.special import huber
+from torch import nn
 
 from model import PRESETS, Model
 
@@ -43,19 +44,12 @@ BOX = {
     "gamma": (0.05, 3, 0.5, 1.5),
 }
 PARAMS = list(BOX)
-
-
-@dataclass
-class Law:
-    free: list[str]  # the fitted parameters
-    gamma: float = 1.0  # where it is not one of them
-
-
+# The laws, by their last parameters, which are fixed; those before are fitted.
 LAWS = {
-    "train": Law(PARAMS[:5]),
-    "unified depth/mu": Law(PARAMS[:7]),
-    "unified depth/mu^gamma": Law(PARAMS),
-    "unified depth": Law(PARAMS[:7], ZERO),
+    "train": [ZERO, ZERO, 1],  # no term of the depth
+    "unified depth/mu": [1],
+    "unified depth/mu^gamma": [],
+    "unified depth": [ZERO],
 }
 
 # Forms of the loss by test-time depth: each is E + Z exp(-z t) of some t(depth).
@@ -67,10 +61,10 @@ FORMS = {
 }
 WITHOUT_FLOOR = "Z depth^-z"
 
-# E, A, a, B, b (the paper's appendix "Fitting a Parametric Function for Looping"), and no term of the depth
+# E, A, a, B, b (the paper's appendix "Fitting a Parametric Function for Looping")
 PAPER = {
-    "parcae-140m": np.log([[2.662, 522733.307, 0.771, 25420.102, 0.525, ZERO, ZERO, 1]]),
-    "parcae-370m": np.log([[2.439, 832134.346, 0.775, 6386.865, 0.448, ZERO, ZERO, 1]]),
+    "parcae-140m": np.log([2.662, 522733.307, 0.771, 25420.102, 0.525, *LAWS["train"]]),
+    "parcae-370m": np.log([2.439, 832134.346, 0.775, 6386.865, 0.448, *LAWS["train"]]),
 }
 # FLOPs: the measured best mu_rec (its table "Core Scores Comparison of Looping Optimal Frontier")
 PAPER_OPTIMA = {
@@ -81,50 +75,48 @@ PAPER_EXPONENT = 0.40  # of the best mu_rec in the FLOPs
 
 
 def config_at(preset: str, mu: int):
-    """The preset's configuration at another mean recurrence, with mu_bwd by the paper's rule."""
-    return replace(PRESETS[preset], mu_rec=mu, mu_bwd=math.ceil(mu / 2))
+    """The preset's configuration at another mean recurrence, half of it with gradient."""
+    return replace(PRESETS[preset], mu_rec=mu, mu_bwd=0)
 
 
 def effective_params(cfg) -> int:
     """N(mu_rec): what a loop runs counts mu_rec times."""
-    loop = ["injection."]
-    for i in range(cfg.n_prelude, cfg.n_prelude + cfg.n_core):
-        loop += [f"blocks.{i}.", f"ve.{i}."]
     with torch.device("meta"):
         model = Model(cfg)
-    count = 0
-    for name, parameter in model.named_parameters():
-        times = cfg.mu_rec if name.startswith(tuple(loop)) else 1
-        count += times * parameter.numel()
-    return count
+    core = model.core_layers
+    tables = [model.ve[i] for i in model.ve if int(i) in core]
+    loop = nn.ModuleList([model.injection, *(model.blocks[i] for i in core), *tables])
+    return count(model) + (cfg.mu_rec - 1) * count(loop)
+
+
+def count(part) -> int:
+    return sum(parameter.numel() for parameter in part.parameters())
 
 
 # -- the law
 
 
-def law_loss(p, ln_N, ln_D, depth, ln_mu):
-    """The law; p: logs of its eight parameters, which may be complex."""
-    E, A, ln_a, B, ln_b, Z, ln_z, ln_gamma = p
-    rate = np.exp(ln_z - np.exp(ln_gamma) * ln_mu)
-    terms = (A - np.exp(ln_a) * ln_N, B - np.exp(ln_b) * ln_D, Z - rate * depth)
-    return np.exp(E) + sum(map(np.exp, terms))
+def law_loss(logs, N, D, depth=1, mu=1):
+    """The law; logs: of its eight parameters, which may be complex, or arrays of several laws'."""
+    E, A, a, B, b, Z, z, gamma = np.exp(logs)
+    return E + A * N**-a + B * D**-b + Z * np.exp(-z * depth * mu**-gamma)
 
 
-def predict(logs, N, D, depth=1.0, mu=1.0):
-    """Losses (R, ...) of R laws, logs of their parameters (R, 8)."""
-    return np.array([law_loss(p, np.log(N), np.log(D), depth, np.log(mu)) for p in logs])
+def predict(logs, rows: pd.DataFrame):
+    """A law's losses of the rows."""
+    return law_loss(logs, rows.n_eff, rows.tokens, rows.depth, rows.mu_rec)
 
 
-def predict_rows(logs, rows: pd.DataFrame):
-    """The first law's losses of the rows."""
-    columns = rows[["n_eff", "tokens", "depth", "mu_rec"]].to_numpy(float).T
-    return predict(logs[:1], *columns)[0]
+def predict_from_best(logs, rows: pd.DataFrame):
+    """The same with the measured loss at depth mu as their floor, the paper's oracle."""
+    only_loops = [-np.inf, -np.inf, 0, -np.inf, 0, *logs[5:]]
+    return rows.best + predict(only_loops, rows)
 
 
-def oracle_losses(logs, rows: pd.DataFrame):
-    """The first law's losses with the measured loss at depth mu as their floor."""
-    loops = predict_rows(logs, rows) - predict_rows(logs, rows.assign(depth=1e9))
-    return loops + rows.best
+def low_fit_high(values):
+    """The fit, which is values[0], between the 95 % interval of its bootstraps, values[1:]."""
+    low, high = np.percentile(values[1:], [2.5, 97.5], axis=0)
+    return low, values[0], high
 
 
 # -- its fit
@@ -133,95 +125,77 @@ def oracle_losses(logs, rows: pd.DataFrame):
 class Problem:
     """A law to fit to rows of data: its box, and descents from given starts."""
 
-    def __init__(self, rows: pd.DataFrame, law: Law):
-        size = np.log(rows[["n_eff", "tokens"]].to_numpy())
-        self.center = size.mean(0)
-        self.X = np.array([*(size - self.center).T, rows.depth, np.log(rows.mu_rec)])
-        self.y = np.log(rows.loss.to_numpy())
-        self.index = [PARAMS.index(name) for name in law.free]
-        self.fixed = np.log([ZERO] * 7 + [law.gamma])
-        box = np.log([BOX[name] for name in law.free])
-        box[0] += self.y.min()
+    def __init__(self, rows: pd.DataFrame, name: str):
+        self.fixed = np.log(LAWS[name])
+        self.free = np.array(PARAMS[: len(PARAMS) - len(self.fixed)])
+        self.rows = rows[["n_eff", "tokens", "depth", "mu_rec", "loss"]].to_numpy(float).T
+        self.center = np.log(self.rows[:2]).mean(1)
+        box = np.log([BOX[name] for name in self.free])
+        box[0] += np.log(rows.loss.min())
         self.low, self.high, self.first, self.last = box.T
 
-    def whole(self, q):
-        """The free parameters q (…, free) put among the fixed ones: (…, 8)."""
-        p = np.empty((*q.shape[:-1], len(PARAMS)), q.dtype)
-        p[:] = self.fixed
-        p[..., self.index] = q
-        return p
-
-    def logs(self, found):
-        """(R, 8) logs of all parameters of R solutions, of a law in N and D as they are."""
-        p = self.whole(np.array(found))
-        p[:, [1, 3]] += np.exp(p[:, [2, 4]]) * self.center
-        return p
+    def logs(self, q):
+        """The logs of all parameters, from the free ones as they are fitted."""
+        E, A, a, B, b, *others = [*q, *self.fixed]
+        ln_N, ln_D = self.center
+        return np.array([E, A + np.exp(a) * ln_N, a, B + np.exp(b) * ln_D, b, *others])
 
     def descend(self, start, rows=slice(None), **limits):
         """Huber fit to the given rows from one start -> scipy's result."""
-        X = self.X[:, rows]
-        y = self.y[rows]
+        *sizes, loss = self.rows[:, rows]
 
         def residual(q):
-            return np.log(law_loss(self.whole(q), *X)) - y
+            return np.log(law_loss(self.logs(q), *sizes) / loss)
 
-        def derivative(q):  # by complex steps, which are exact
-            steps = self.whole(q + 1e-20j * np.eye(len(q)))
-            loss = law_loss(steps.T[..., None], *X)
-            return (loss.imag / loss.real).T / 1e-20
-
+        bounds = (self.low, self.high)
         inside = np.clip(start, self.low + 1e-10, self.high - 1e-10)
-        robust = {"loss": "huber", "f_scale": DELTA, "bounds": (self.low, self.high)}
-        return least_squares(residual, inside, derivative, **robust, **limits)
+        limits |= {"loss": "huber", "f_scale": DELTA}
+        return least_squares(residual, inside, "cs", bounds, **limits)
 
     def solve(self, rng) -> list:
         """The KEPT best of RESTARTS random starts, descended to the end, best first."""
-        starts = rng.uniform(self.first, self.last, (RESTARTS, len(self.index)))
+        starts = rng.uniform(self.first, self.last, (RESTARTS, len(self.free)))
         rough = [self.descend(start, method="dogbox", max_nfev=20) for start in starts]
         rough.sort(key=attrgetter("cost"))
         found = [self.descend(result.x, **EXACT) for result in rough[:KEPT]]
         return sorted(found, key=attrgetter("cost"))
 
-    def at_bound(self, q) -> list[str]:
-        """The parameters that stand at a bound."""
-        near = np.flatnonzero(np.minimum(q - self.low, self.high - q) < 1e-6)
-        return [PARAMS[self.index[i]] for i in near]
+    def at_bound(self, *solutions):
+        """The parameters that stand at a bound in one of the solutions."""
+        room = np.minimum(solutions - self.low, self.high - solutions)
+        return self.free[room.min(0) < 1e-6]
 
 
-@dataclass
-class Fit:
-    law: dict[str, float]
-    bounded: list[str]  # what of the law and its intervals the bounds decide, in words
-    # (1 + RESAMPLES, 8) logs of all parameters: the fit, then the bootstrap over whole runs
-    logs: np.ndarray
-    errors: dict[str, float]  # percent, or sums of the Huber loss
-    # the same errors, of each budget in FLOPs as predicted from the others
-    without: dict[float, dict]
-    held_out: dict = field(default_factory=dict)  # the same of runs that were not fitted
+def fit_law(rows: pd.DataFrame, rng, name: str) -> dict:
+    """Fits a law of LAWS; bootstrap over whole runs; each budget predicted from the others.
 
-
-def fit_law(rows: pd.DataFrame, rng, name: str) -> Fit:
-    """Fits a law of LAWS; bootstrap over whole runs; each budget predicted from the others."""
-    law = LAWS[name]
-    problem = Problem(rows, law)
+    -> law: its fitted parameters; bounded: what of them and their intervals the bounds decide, in
+    words; logs (1 + RESAMPLES, 8) of all parameters, the fit and then the bootstraps; errors, and
+    those of each budget as predicted without it.
+    """
+    problem = Problem(rows, name)
     best = problem.solve(rng)[0].x
-    places = [np.flatnonzero(rows.run == run) for run in rows.run.unique()]
+    runs = list(rows.groupby("run", sort=False).indices.values())
     found = [best]
     for _ in range(RESAMPLES):
-        drawn = rng.integers(len(places), size=len(places))
-        sample = np.concatenate([places[i] for i in drawn])
+        drawn = rng.integers(len(runs), size=len(runs))
+        sample = np.concatenate([runs[i] for i in drawn])
         found.append(problem.descend(best, sample, max_nfev=EXACT["max_nfev"]).x)
     bounded = [f"{name} at a bound" for name in problem.at_bound(best)]
-    for end in np.quantile(found[1:], [0.025, 0.975], axis=0):
-        bounded += [f"interval of {name} ends at a bound" for name in problem.at_bound(end)]
-    logs = problem.logs(found)
-    errors = prediction_errors(logs, rows)
+    ends = np.quantile(found[1:], [0.025, 0.975], axis=0)
+    bounded += [f"interval of {name} ends at a bound" for name in problem.at_bound(*ends)]
+    logs = np.array([problem.logs(q) for q in found])
     without = {}
     for budget, unseen in rows.groupby("budget"):
-        others = problem.descend(best, (rows.budget != budget).to_numpy()).x
-        without[budget] = prediction_errors(problem.logs([others]), unseen)
-    values = np.exp(logs[0, problem.index])
-    return Fit(dict(zip(law.free, values)), bounded, logs, errors, without)
+        others = problem.descend(best, rows.budget != budget).x
+        without[budget] = prediction_errors(problem.logs(others), unseen)
+    return {
+        "law": dict(zip(problem.free, np.exp(logs[0]))),
+        "bounded": bounded,
+        "logs": logs,
+        "errors": prediction_errors(logs[0], rows),
+        "without": without,
+    }
 
 
 def percent_off(guess, loss):
@@ -234,12 +208,10 @@ def huber_on_log(guess, loss):
 
 
 def prediction_errors(logs, rows: pd.DataFrame) -> dict[str, float]:
-    """Mean and largest percent, and the sum of the Huber loss; "oracle": the floor is the measured
-    loss at depth mu.
-    """
-    guess = predict_rows(logs, rows)
+    """A law's mean and largest error in percent, and the sum of its Huber loss."""
+    guess = predict(logs, rows)
     percent = percent_off(guess, rows.loss)
-    oracle = percent_off(oracle_losses(logs, rows), rows.loss)
+    oracle = percent_off(predict_from_best(logs, rows), rows.loss)
     return {
         "percent": percent.mean(),
         "largest percent": percent.max(),
@@ -261,15 +233,15 @@ def fit_isoflop(rows: pd.DataFrame, rng, left: list[str]) -> dict:
     """
     grids = {}
     residuals = []
-    for budget, runs in rows[rows.mu_rec > 1].groupby("budget"):
-        if runs.mu_rec.nunique() < 4:
+    for budget, grid in rows[rows.mu_rec > 1].sort_values("mu_rec").groupby("budget"):
+        if grid.mu_rec.nunique() < 4:
             left.append(f"budget {budget:.2g}: fewer than 4 values of mu_rec, no parabola")
             continue
-        x = np.log2(runs.mu_rec)
-        smooth = np.polyval(np.polyfit(x, runs.loss, 2), x)
-        grids[budget] = runs.assign(x=x, smooth=smooth).sort_values("x")
+        x = np.log2(grid.mu_rec)
+        smooth = np.polyval(np.polyfit(x, grid.loss, 2), x)
+        grids[budget] = grid.assign(x=x, smooth=smooth)
         share = math.sqrt(len(x) / (len(x) - 3))  # three parameters took theirs
-        residuals += list((runs.loss - smooth) * share)
+        residuals += list((grid.loss - smooth) * share)
     budgets = []
     for budget, grid in grids.items():
         budgets.append({"budget": budget} | lowest_point(grid, residuals, rng))
@@ -290,51 +262,50 @@ def lowest_point(grid: pd.DataFrame, residuals: list[float], rng) -> dict:
 
     grid: its runs by x = log2 mu, with the parabola's losses "smooth".
     """
-    x = grid.x.to_numpy()
+    x, smooth = grid[["x", "smooth"]].to_numpy().T
     low, high = x[0], x[-1]
     noise = rng.choice(residuals, (RESAMPLES, len(x)))
-    losses = grid.smooth.to_numpy() + np.vstack([0 * x, noise])
+    losses = np.vstack([smooth, smooth + noise])
     parabolas = np.polyfit(x, losses.T, 2)  # (3, 1 + RESAMPLES)
-    vertex = np.clip(-parabolas[1] / (2 * parabolas[0]), low, high)
-    candidates = np.stack(np.broadcast_arrays(low, high, vertex))
-    lowest = np.polyval(parabolas, candidates).argmin(0)
-    best = np.choose(lowest, candidates)
+    bend, slope, _ = parabolas
+    lower_end = np.where(bend * (low + high) + slope < 0, high, low)
+    best = np.where(bend > 0, np.clip(-slope / (2 * bend), low, high), lower_end)
     return {
         "mu": 2**best,
         "tokens": np.exp(np.interp(best, x, np.log(grid.tokens))),
         "parabola": parabolas[:, 0],
         "loss": np.polyval(parabolas[:, 0], best[0]),
         "inside": bool(low < best[0] < high),
-        "slope": np.polyfit(x, grid.smooth, 1)[0],  # nats for each doubling of mu_rec
+        "slope": np.polyfit(x, smooth, 1)[0],  # nats for each doubling of mu_rec
     }
 
 
 # -- test-time curves
 
 
-def exponential(t, E, Z, z):
-    return E + Z * np.exp(-z * t)
+def form_value(name: str, depth, E, Z, z):
+    return E + Z * np.exp(-z * FORMS[name](depth))
 
 
-def form_value(name: str, fitted: dict, depth):
-    return exponential(FORMS[name](depth), **fitted)
-
-
-def fit_form(name: str, depth, loss) -> dict:
+def fit_form(name: str, points: pd.DataFrame) -> dict:
     """E, Z and z of a test-time form, by least squares on log loss."""
-    t = FORMS[name](depth)
+    depth, loss = points[["depth", "loss"]].to_numpy(float).T
     if name == WITHOUT_FLOOR:
-        slope, log_Z = np.polyfit(t, np.log(loss), 1)
+        slope, log_Z = np.polyfit(np.log(depth), np.log(loss), 1)
         return {"E": 0.0, "Z": math.exp(log_Z), "z": -slope}
-    low = loss.min()
-    bounds = ([0, -np.inf, 1e-4], [np.inf, np.inf, 50])
 
     def residual(q):
-        return np.log(np.maximum(exponential(t, *q), 1e-9) / loss)
+        return np.log(np.maximum(form_value(name, depth, *q), 1e-9) / loss)
 
-    start = (low, loss[0] - low, 0.5)
+    start = (loss.min(), loss[0] - loss.min(), 0.5)
+    bounds = ([0, -np.inf, 1e-4], [np.inf, np.inf, 50])
     best = least_squares(residual, start, bounds=bounds, x_scale="jac", **EXACT).x
     return dict(zip(("E", "Z", "z"), best))
+
+
+def form_misfit(name: str, fitted: dict, points: pd.DataFrame) -> float:
+    """The mean Huber loss of a fitted form on a run's points."""
+    return huber_on_log(form_value(name, points.depth, **fitted), points.loss).mean()
 
 
 def fit_curves(rows: pd.DataFrame) -> dict:
@@ -343,24 +314,21 @@ def fit_curves(rows: pd.DataFrame) -> dict:
     """
     curves = []
     scores = []
-    for _, points in rows.groupby("run", sort=False):
-        depth = points.depth.to_numpy(float)
-        loss = points.loss.to_numpy(float)
+    for run, points in rows.groupby("run", sort=False):
         first = points.iloc[0]
-        near = first.mu_rec >= depth
-        c = first[["run", "mu_rec", "n_eff", "budget"]].to_dict() | {"depth": depth, "loss": loss}
+        near = points[points.depth <= first.mu_rec]
+        beyond = points.drop(near.index)
+        curve = {"run": run} | first[["mu_rec", "n_eff", "budget"]].to_dict()
+        curve |= points[["depth", "loss"]].to_dict("list")
         for name in FORMS:
-            c[name] = fit_form(name, depth, loss)
-            score = {"form": name}
-            score["huber"] = huber_on_log(form_value(name, c[name], depth), loss).mean()
-            score["floor_off_percent"] = percent_off(c[name]["E"], first.best)
-            if 3 <= near.sum() < len(depth):
-                early = fit_form(name, depth[near], loss[near])
-                ahead = form_value(name, early, depth[~near])
-                score["huber_beyond_mu"] = huber_on_log(ahead, loss[~near]).mean()
+            curve[name] = fit_form(name, points)
+            score = {"form": name, "huber": form_misfit(name, curve[name], points)}
+            score["floor off percent"] = percent_off(curve[name]["E"], first.best)
+            if len(near) > 2 and len(beyond):
+                score["huber beyond mu"] = form_misfit(name, fit_form(name, near), beyond)
             scores.append(score)
-        curves.append(c)
+        curves.append(curve)
     by_form = pd.DataFrame(scores).groupby("form", sort=False)
-    means = by_form.mean()
-    means["largest_floor_off_percent"] = by_form.floor_off_percent.max()
-    return {"curves": curves, "table": means.to_dict("index")}
+    table = by_form.mean()
+    table["largest floor off percent"] = by_form["floor off percent"].max()
+    return {"curves": curves, "table": table.to_dict("index")}

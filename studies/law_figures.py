@@ -40,7 +40,7 @@ def draw_isoflop(iso: dict, at_mu, path: Path) -> list[str]:
     for found in iso["budgets"]:
         grid = at_mu[at_mu.budget == found["budget"]]
         x = np.log2(grid.mu_rec)
-        fitted = x[grid.mu_rec > 1]
+        fitted = np.linspace(1, x.max())
         curves = [(x, grid.loss), (fitted, np.polyval(found["parabola"], fitted))]
         ylabel = f"{found['budget']:.2g} FLOPs: loss"
         plots.append(Plot("log2 of mu_rec (0: fixed depth)", ylabel, curves))
@@ -68,14 +68,15 @@ def draw_optima(iso: dict, path: Path) -> list[str]:
 
 def draw_law(fitted: dict, train, path: Path) -> list[str]:
     """Contours of L(mu, D) by mu and FLOPs, with the runs and the efficient frontier."""
-    grid = train.drop_duplicates("mu_rec")
+    mu = np.linspace(train.mu_rec.min(), train.mu_rec.max(), 200)
+    n_eff = np.interp(mu, train.mu_rec, train.n_eff)  # between runs
+    tokens_per_flop = np.interp(mu, train.mu_rec, train.tokens / train.flops)
     flops = np.geomspace(train.flops.min(), train.flops.max())
-    tokens = np.outer(flops, grid.tokens / grid.flops)
-    loss = laws.law_loss(fitted["logs"][0], grid.n_eff.to_numpy(), tokens)
+    loss = laws.law_loss(fitted["logs"][0], n_eff, np.outer(flops, tokens_per_flop))
     image = Figure(dpi=130, layout="constrained")
     axes = image.subplots()
-    axes.clabel(axes.contour(grid.mu_rec, flops, loss, 14, colors="0.5"))
-    axes.plot(grid.mu_rec.iloc[loss.argmin(1)], flops, "k-", label="lowest on the grid")
+    axes.clabel(axes.contour(mu, flops, loss, 14, colors="0.5"))
+    axes.plot(mu[loss.argmin(1)], flops, "k-", label="efficient frontier, within the grid")
     axes.plot(train.mu_rec, train.flops, "k.", label="runs")
     axes.set(yscale="log", xlabel="mu_rec", ylabel=f"{FLOPS}; contours: loss")
     axes.legend()

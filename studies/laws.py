@@ -20,7 +20,6 @@ import pandas as pd
 import torch
 from scipy.optimize import least_squares
 from scipy.special import huber
-from torch import nn
 
 from model import PRESETS, Model
 
@@ -83,14 +82,14 @@ def effective_params(cfg) -> int:
     """N(mu_rec): what a loop runs counts mu_rec times."""
     with torch.device("meta"):
         model = Model(cfg)
-    core = model.core_layers
-    tables = [model.ve[i] for i in model.ve if int(i) in core]
-    loop = nn.ModuleList([model.injection, *(model.blocks[i] for i in core), *tables])
-    return count(model) + (cfg.mu_rec - 1) * count(loop)
-
-
-def count(part) -> int:
-    return sum(parameter.numel() for parameter in part.parameters())
+    loop = ["injection."]
+    for i in model.core_layers:
+        loop += [f"blocks.{i}.", f"ve.{i}."]
+    count = 0
+    for name, parameter in model.named_parameters():
+        times = cfg.mu_rec if name.startswith(tuple(loop)) else 1
+        count += times * parameter.numel()
+    return count
 
 
 # -- the law
@@ -102,12 +101,12 @@ def law_loss(logs, N, D, depth=1, mu=1):
     return E + A * N**-a + B * D**-b + Z * np.exp(-z * depth * mu**-gamma)
 
 
-def predict(logs, rows: pd.DataFrame):
+def predict(logs, rows):
     """A law's losses of the rows."""
     return law_loss(logs, rows.n_eff, rows.tokens, rows.depth, rows.mu_rec)
 
 
-def predict_from_best(logs, rows: pd.DataFrame):
+def predict_from_best(logs, rows):
     """The same with the measured loss at depth mu as their floor, the paper's oracle."""
     only_loops = [-np.inf, -np.inf, 0, -np.inf, 0, *logs[5:]]
     return rows.best + predict(only_loops, rows)
@@ -125,7 +124,7 @@ def low_fit_high(values):
 class Problem:
     """A law to fit to rows of data: its box, and descents from given starts."""
 
-    def __init__(self, rows: pd.DataFrame, name: str):
+    def __init__(self, rows, name: str):
         self.fixed = np.log(LAWS[name])
         self.free = np.array(PARAMS[: len(PARAMS) - len(self.fixed)])
         self.rows = rows[["n_eff", "tokens", "depth", "mu_rec", "loss"]].to_numpy(float).T
@@ -147,17 +146,16 @@ class Problem:
         def residual(q):
             return np.log(law_loss(self.logs(q), *sizes) / loss)
 
-        bounds = (self.low, self.high)
         inside = np.clip(start, self.low + 1e-10, self.high - 1e-10)
-        limits |= {"loss": "huber", "f_scale": DELTA}
-        return least_squares(residual, inside, "cs", bounds, **limits)
+        limits |= {"bounds": (self.low, self.high), "loss": "huber", "f_scale": DELTA}
+        return least_squares(residual, inside, jac="cs", **limits)
 
     def solve(self, rng) -> list:
         """The KEPT best of RESTARTS random starts, descended to the end, best first."""
         starts = rng.uniform(self.first, self.last, (RESTARTS, len(self.free)))
         rough = [self.descend(start, method="dogbox", max_nfev=20) for start in starts]
-        rough.sort(key=attrgetter("cost"))
-        found = [self.descend(result.x, **EXACT) for result in rough[:KEPT]]
+        kept = sorted(rough, key=attrgetter("cost"))[:KEPT]
+        found = [self.descend(result.x, **EXACT) for result in kept]
         return sorted(found, key=attrgetter("cost"))
 
     def at_bound(self, *solutions):
@@ -166,7 +164,7 @@ class Problem:
         return self.free[room.min(0) < 1e-6]
 
 
-def fit_law(rows: pd.DataFrame, rng, name: str) -> dict:
+def fit_law(rows, rng, name: str) -> dict:
     """Fits a law of LAWS; bootstrap over whole runs; each budget predicted from the others.
 
     -> law: its fitted parameters; bounded: what of them and their intervals the bounds decide, in
@@ -207,7 +205,7 @@ def huber_on_log(guess, loss):
     return huber(DELTA, np.log(guess / loss))
 
 
-def prediction_errors(logs, rows: pd.DataFrame) -> dict[str, float]:
+def prediction_errors(logs, rows) -> dict[str, float]:
     """A law's mean and largest error in percent, and the sum of its Huber loss."""
     guess = predict(logs, rows)
     percent = percent_off(guess, rows.loss)
@@ -224,53 +222,49 @@ def prediction_errors(logs, rows: pd.DataFrame) -> dict[str, float]:
 # -- isoFLOP curves
 
 
-def fit_isoflop(rows: pd.DataFrame, rng, left: list[str]) -> dict:
+def fit_isoflop(rows, rng, left: list[str]) -> dict:
     """Per budget the parabola of loss in log2 mu and its lowest point in the measured range; their
     power laws.
 
     rows: one a run, at depth mu_rec; intervals by a bootstrap of the parabolas' pooled
     residuals.
     """
-    grids = {}
-    residuals = []
+    grids = []
     for budget, grid in rows[rows.mu_rec > 1].sort_values("mu_rec").groupby("budget"):
         if grid.mu_rec.nunique() < 4:
             left.append(f"budget {budget:.2g}: fewer than 4 values of mu_rec, no parabola")
             continue
         x = np.log2(grid.mu_rec)
         smooth = np.polyval(np.polyfit(x, grid.loss, 2), x)
-        grids[budget] = grid.assign(x=x, smooth=smooth)
         share = math.sqrt(len(x) / (len(x) - 3))  # three parameters took theirs
-        residuals += list((grid.loss - smooth) * share)
-    budgets = []
-    for budget, grid in grids.items():
-        budgets.append({"budget": budget} | lowest_point(grid, residuals, rng))
+        grids.append(grid.assign(x=x, smooth=smooth, noise=(grid.loss - smooth) * share))
+    budgets = [lowest_point(grid, pd.concat(grids).noise, rng) for grid in grids]
     inner = [found for found in budgets if found["inside"]]
-    laws = {}
+    power_laws = {}
     if len(inner) > 1:
         log_flops = np.log([found["budget"] for found in inner])
         for name in ("mu", "tokens"):
             log_best = np.log([found[name] for found in inner])
-            laws[name] = np.polyfit(log_flops, log_best, 1)  # exponent, ln k
+            power_laws[name] = np.polyfit(log_flops, log_best, 1)  # exponent, ln k
     fixed = rows[rows.mu_rec == 1].groupby("budget").loss.mean()
-    return {"budgets": budgets, "power_laws": laws, "fixed_depth": fixed.to_dict()}
+    return {"budgets": budgets, "power_laws": power_laws, "fixed_depth": fixed.to_dict()}
 
 
-def lowest_point(grid: pd.DataFrame, residuals: list[float], rng) -> dict:
+def lowest_point(grid, noise, rng) -> dict:
     """A budget's best mu and tokens, the fit first and then RESAMPLES bootstraps; inside: whether
     the best is within the grid, not at an end of it.
 
-    grid: its runs by x = log2 mu, with the parabola's losses "smooth".
+    grid: its runs by x = log2 mu, with the parabola's losses "smooth"; noise: of all budgets' runs.
     """
     x, smooth = grid[["x", "smooth"]].to_numpy().T
     low, high = x[0], x[-1]
-    noise = rng.choice(residuals, (RESAMPLES, len(x)))
-    losses = np.vstack([smooth, smooth + noise])
-    parabolas = np.polyfit(x, losses.T, 2)  # (3, 1 + RESAMPLES)
+    drawn = rng.choice(noise, (RESAMPLES, len(x)))
+    parabolas = np.polyfit(x, np.vstack([smooth, smooth + drawn]).T, 2)  # (3, 1 + RESAMPLES)
     bend, slope, _ = parabolas
     lower_end = np.where(bend * (low + high) + slope < 0, high, low)
     best = np.where(bend > 0, np.clip(-slope / (2 * bend), low, high), lower_end)
     return {
+        "budget": grid.budget.iloc[0],
         "mu": 2**best,
         "tokens": np.exp(np.interp(best, x, np.log(grid.tokens))),
         "parabola": parabolas[:, 0],
@@ -287,28 +281,26 @@ def form_value(name: str, depth, E, Z, z):
     return E + Z * np.exp(-z * FORMS[name](depth))
 
 
-def fit_form(name: str, points: pd.DataFrame) -> dict:
+def fit_form(name: str, points) -> dict:
     """E, Z and z of a test-time form, by least squares on log loss."""
     depth, loss = points[["depth", "loss"]].to_numpy(float).T
-    if name == WITHOUT_FLOOR:
-        slope, log_Z = np.polyfit(np.log(depth), np.log(loss), 1)
-        return {"E": 0.0, "Z": math.exp(log_Z), "z": -slope}
+    highest = 1e-9 if name == WITHOUT_FLOOR else np.inf
 
     def residual(q):
         return np.log(np.maximum(form_value(name, depth, *q), 1e-9) / loss)
 
-    start = (loss.min(), loss[0] - loss.min(), 0.5)
-    bounds = ([0, -np.inf, 1e-4], [np.inf, np.inf, 50])
+    start = (min(loss.min(), highest / 2), loss[0] - loss.min(), 0.5)
+    bounds = ([0, -np.inf, 1e-4], [highest, np.inf, 50])
     best = least_squares(residual, start, bounds=bounds, x_scale="jac", **EXACT).x
     return dict(zip(("E", "Z", "z"), best))
 
 
-def form_misfit(name: str, fitted: dict, points: pd.DataFrame) -> float:
+def form_misfit(name: str, fitted: dict, points) -> float:
     """The mean Huber loss of a fitted form on a run's points."""
     return huber_on_log(form_value(name, points.depth, **fitted), points.loss).mean()
 
 
-def fit_curves(rows: pd.DataFrame) -> dict:
+def fit_curves(rows) -> dict:
     """Each run's loss against depth in the paper's four forms: the Huber loss in sample and, for
     fits to depths <= mu, beyond mu.
     """

@@ -54,17 +54,14 @@ def rows_of_path(path: Path) -> pd.DataFrame:
     """The rows of a run directory, or of a CSV with anyone's measurements."""
     if path.suffix == ".csv":
         with outside(f"{path} is no table with the columns {','.join(ROW)}", "mend it", DAMAGE):
-            rows = pd.read_csv(path)[ROW].astype(KINDS)
-            if not (rows[ROW[1:-1]] > 0).all(axis=None):
-                raise ValueError(f"{', '.join(ROW[1:-1])} must be above 0")
-        return rows
+            return pd.read_csv(path)[ROW].astype(KINDS)
     line = ledger.record(path)
     if line is None:
         fail(f"{path} is no finished run; leave it out, or finish it with train.py --resume")
     return rows_of([line])
 
 
-def prepared(rows: pd.DataFrame, left: list[str]) -> pd.DataFrame:
+def prepared(rows, left: list[str]) -> pd.DataFrame:
     """Adds the budget (FLOPs to two digits) and "best", the run's loss at mu_rec; leaves out what
     cannot be used.
     """
@@ -73,7 +70,8 @@ def prepared(rows: pd.DataFrame, left: list[str]) -> pd.DataFrame:
         left.extend(f"{run}: {why}" for run in sorted(set(rows.run[unfit])))
         return rows[~unfit]
 
-    rows = leave_out(~np.isfinite(rows.loss), "a loss that is not finite")
+    usable = (rows[ROW[1:]] > 0) & (rows[ROW[1:]] < np.inf)
+    rows = leave_out(~usable.all(axis=1), "a number that is not above 0, or not finite")
     rows = leave_out(rows.duplicated(["run", "depth"]), "two losses at one depth")
     rows = rows.assign(budget=rows.flops.map("{:.2g}".format).astype(float))
     at_mu = rows.query("depth == mu_rec")
@@ -87,7 +85,7 @@ def prepared(rows: pd.DataFrame, left: list[str]) -> pd.DataFrame:
 # -- fit
 
 
-def fit_all(rows: pd.DataFrame, left: list[str], held_out: pd.DataFrame) -> dict:
+def fit_all(rows, left: list[str], held_out) -> dict:
     """Everything that the runs can support; left_out names what they cannot, and why."""
     rng = np.random.default_rng(0)
     n_eff = dict(zip(rows.mu_rec.astype(str), rows.n_eff))
@@ -97,14 +95,11 @@ def fit_all(rows: pd.DataFrame, left: list[str], held_out: pd.DataFrame) -> dict
     deep = looped[looped.groupby("run").depth.transform("size") > 3]
     if len(deep):
         result["test_time"] = laws.fit_curves(deep)
-    for name, fixed in laws.LAWS.items():
-        data = deep
-        unseen = held_out
-        if name == "train":
-            data = looped.query("depth == mu_rec")
-            unseen = held_out.query("depth == mu_rec")
+    data_of = dict.fromkeys(laws.LAWS, (deep, held_out))
+    data_of["train"] = (looped.query("depth == mu_rec"), held_out.query("depth == mu_rec"))
+    for name, (data, unseen) in data_of.items():
         have = data[["run", "n_eff", "tokens", "budget"]].nunique()
-        need = [len(laws.PARAMS) - len(fixed) + 1, 3, 3, 2]
+        need = [len(laws.PARAMS) - len(laws.LAWS[name]) + 1, 3, 3, 2]
         if (have < need).any():
             left.append(f"{name}: different runs, N, D, budgets: {list(have)}; it needs {need}")
             continue
@@ -114,7 +109,7 @@ def fit_all(rows: pd.DataFrame, left: list[str], held_out: pd.DataFrame) -> dict
     return result
 
 
-def write_fit(rows: pd.DataFrame, held_out: pd.DataFrame, out: Path) -> dict:
+def write_fit(rows, held_out, out: Path) -> dict:
     """Fits, prints, and writes fit.md, fit.json and figures into the folder."""
     left = []
     rows = prepared(rows, left)
@@ -144,7 +139,7 @@ def span(values) -> str:
     return f"{fit:.4g} [{low:.4g}, {high:.4g}]"
 
 
-def isoflop_tables(iso: dict, rows: pd.DataFrame) -> list[str]:
+def isoflop_tables(iso: dict, rows) -> list[str]:
     """The lowest points of the budgets, their power laws, and the gains at equal tokens."""
     if not iso["budgets"]:
         return []
@@ -165,7 +160,7 @@ def isoflop_tables(iso: dict, rows: pd.DataFrame) -> list[str]:
     return page
 
 
-def equal_tokens_table(rows: pd.DataFrame) -> list[str]:
+def equal_tokens_table(rows) -> list[str]:
     """By how much looped runs end below one loop in training of as many tokens."""
     at_mu = rows.query("depth == mu_rec")
     once = at_mu[at_mu.mu_rec == 1].groupby("tokens").loss.mean()  # over seeds
@@ -237,16 +232,14 @@ def advise(args) -> None:
     for mu, n_eff in known["n_eff"].items():
         if laws.effective_params(laws.config_at(args.preset, int(mu))) != n_eff:
             fail(f"{source} is of another model than --preset {args.preset}; name its preset")
-    iso = known["isoflop"]
-    inside = [found["budget"] for found in iso["budgets"] if found["inside"]]
-    for found in iso["budgets"]:
+    inside = [found["budget"] for found in known["isoflop"]["budgets"] if found["inside"]]
+    for found in known["isoflop"]["budgets"]:
         end = "" if found["inside"] else ", an end of the grid"
-        print(
-            f"measured, {source}: mu_rec {found['mu'][0]:.3g} at {found['budget']:.3g} FLOPs{end}"
-        )
-    if "mu" not in iso["power_laws"]:
-        fail(f"{source} has no power law: {len(inside)} budgets have a minimum inside the grid")
-    exponent, log_k = [values[0] for values in iso["power_laws"]["mu"]]
+        best = f"mu_rec {found['mu'][0]:.3g} at {found['budget']:.3g} FLOPs"
+        print(f"measured, {source}: {best}{end}")
+    if len(inside) < 2:
+        fail(f"{source} has no power law: {len(inside)} budgets have their minimum inside the grid")
+    exponent, log_k = np.array(known["isoflop"]["power_laws"]["mu"])[:, 0]
     power = math.exp(log_k) * args.flops**exponent
     beyond = "" if min(inside) <= args.flops <= max(inside) else "; beyond the measured budgets"
     print(f"power law C^{exponent:.2f}: mu_rec {power:.3g} at {args.flops:g} FLOPs{beyond}")

@@ -265,6 +265,7 @@ def test_bad_runs_are_named_and_change_nothing(tmp_path, capsys):
         rows.run[0]: {"loss": 4.0},
         "boom": {"loss": 9.7},
         "no loss": {"loss": math.nan},
+        "no tokens": {"tokens": -1},
         "bare": {"depth": 1},
     }
     bad = []
@@ -314,7 +315,7 @@ def test_a_table_of_anyones_numbers_is_read(tmp_path, capsys):
     assert list(read) == scaling_laws.ROW and np.allclose(
         read[read.columns[1:]], rows[read.columns[1:]]
     )
-    for bad in (rows.drop(columns="loss"), rows.assign(tokens=-1), rows.assign(mu_rec="x")):
+    for bad in (rows.drop(columns="loss"), rows.assign(mu_rec="x")):
         bad.to_csv(file, index=False)
         refused(
             capsys, lambda: scaling_laws.rows_of_path(file), "mine.csv is no table with the columns"
@@ -465,6 +466,6 @@ def test_advice_of_a_fit_is_of_its_optima_inside_and_within_its_grid(tmp_path, c
         assert f"--mu-rec {mu} " in said.splitlines()[-1]
         assert "mu_rec 2 at 1e+18 FLOPs, an end of the grid\n" in said
         assert "mu_rec 4 at 4e+18 FLOPs\n" in said and "mu_rec 8 at 1.6e+19 FLOPs\n" in said
-    isoflop["power_laws"] = {}
+    budgets[1]["inside"] = False
     file.write_text(json.dumps({"n_eff": n_eff, "isoflop": isoflop, "train": {"logs": logs}}))
     refused(capsys, lambda: scaling_laws.main([*line, "4e18"]), "has no power law")

@@ -109,7 +109,7 @@ def fit_all(rows, left: list[str], held_out) -> dict:
     return result
 
 
-def write_fit(rows, held_out, out: Path) -> dict:
+def write_fit(rows, held_out, out: Path) -> None:
     """Fits, prints, and writes fit.md, fit.json and figures into the folder."""
     left = []
     rows = prepared(rows, left)
@@ -130,7 +130,6 @@ def write_fit(rows, held_out, out: Path) -> dict:
     (out / "fit.json").write_text(text, encoding="utf-8")
     page += draw_all(result, rows, held_out, out)
     (out / "fit.md").write_text("\n".join(page), encoding="utf-8")
-    return result
 
 
 def span(values) -> str:
@@ -164,8 +163,8 @@ def equal_tokens_table(rows) -> list[str]:
     """By how much looped runs end below one loop in training of as many tokens."""
     at_mu = rows.query("depth == mu_rec")
     once = at_mu[at_mu.mu_rec == 1].groupby("tokens").loss.mean()  # over seeds
-    looped = at_mu[at_mu.mu_rec > 1]
-    gains = looped[looped.tokens.between(once.index.min(), once.index.max())]
+    between = at_mu.tokens.between(once.index.min(), once.index.max())
+    gains = at_mu[between & (at_mu.mu_rec > 1)]
     if gains.empty:
         return []
     level = np.interp(np.log(gains.tokens), np.log(once.index), once)
@@ -238,7 +237,8 @@ def advise(args) -> None:
         best = f"mu_rec {found['mu'][0]:.3g} at {found['budget']:.3g} FLOPs"
         print(f"measured, {source}: {best}{end}")
     if len(inside) < 2:
-        fail(f"{source} has no power law: {len(inside)} budgets have their minimum inside the grid")
+        advice = "train other budgets or mu_rec, and fit again"
+        fail(f"{source} has no power law, for want of two minima inside the grid; {advice}")
     exponent, log_k = np.array(known["isoflop"]["power_laws"]["mu"])[:, 0]
     power = math.exp(log_k) * args.flops**exponent
     beyond = "" if min(inside) <= args.flops <= max(inside) else "; beyond the measured budgets"

@@ -41,7 +41,8 @@ def draw_isoflop(iso: dict, at_mu, path: Path) -> list[str]:
         grid = at_mu[at_mu.budget == found["budget"]]
         x = np.log2(grid.mu_rec)
         fitted = np.linspace(1, x.max())
-        curves = [(x, grid.loss), (fitted, np.polyval(found["parabola"], fitted))]
+        parabola = np.polyval(found["parabola"], fitted)
+        curves = [(x, grid.loss), (fitted, parabola)]
         ylabel = f"{found['budget']:.2g} FLOPs: loss"
         plots.append(Plot("log2 of mu_rec (0: fixed depth)", ylabel, curves))
     return figure(path, "", ["measured", "parabola"], plots)
@@ -72,11 +73,14 @@ def draw_law(fitted: dict, train, path: Path) -> list[str]:
     n_eff = np.interp(mu, train.mu_rec, train.n_eff)  # between runs
     tokens_per_flop = np.interp(mu, train.mu_rec, train.tokens / train.flops)
     flops = np.geomspace(train.flops.min(), train.flops.max())
-    loss = laws.law_loss(fitted["logs"][0], n_eff, np.outer(flops, tokens_per_flop))
+    tokens = np.outer(flops, tokens_per_flop)
+    loss = laws.law_loss(fitted["logs"][0], n_eff, tokens)
     image = Figure(dpi=130, layout="constrained")
     axes = image.subplots()
-    axes.clabel(axes.contour(mu, flops, loss, 14, colors="0.5"))
-    axes.plot(mu[loss.argmin(1)], flops, "k-", label="efficient frontier, within the grid")
+    lines = axes.contour(mu, flops, loss, 14, colors="0.5")
+    axes.clabel(lines)
+    best = mu[loss.argmin(1)]
+    axes.plot(best, flops, "k-", label="efficient frontier, within the grid")
     axes.plot(train.mu_rec, train.flops, "k.", label="runs")
     axes.set(yscale="log", xlabel="mu_rec", ylabel=f"{FLOPS}; contours: loss")
     axes.legend()

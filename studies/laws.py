@@ -98,7 +98,10 @@ def effective_params(cfg) -> int:
 def law_loss(logs, N, D, depth=1, mu=1):
     """The law; logs: of its eight parameters, which may be complex, or arrays of several laws'."""
     E, A, a, B, b, Z, z, gamma = np.exp(logs)
-    return E + A * N**-a + B * D**-b + Z * np.exp(-z * depth * mu**-gamma)
+    size = A * N**-a
+    data = B * D**-b
+    loops = Z * np.exp(-z * depth * mu**-gamma)
+    return E + size + data + loops
 
 
 def predict(logs, rows):
@@ -137,7 +140,9 @@ class Problem:
         """The logs of all parameters, from the free ones as they are fitted."""
         E, A, a, B, b, *others = [*q, *self.fixed]
         ln_N, ln_D = self.center
-        return np.array([E, A + np.exp(a) * ln_N, a, B + np.exp(b) * ln_D, b, *others])
+        A = A + np.exp(a) * ln_N
+        B = B + np.exp(b) * ln_D
+        return np.array([E, A, a, B, b, *others])
 
     def descend(self, start, rows=slice(None), **limits):
         """Huber fit to the given rows from one start -> scipy's result."""
@@ -147,7 +152,8 @@ class Problem:
             return np.log(law_loss(self.logs(q), *sizes) / loss)
 
         inside = np.clip(start, self.low + 1e-10, self.high - 1e-10)
-        limits |= {"bounds": (self.low, self.high), "loss": "huber", "f_scale": DELTA}
+        limits["bounds"] = (self.low, self.high)
+        limits |= {"loss": "huber", "f_scale": DELTA}
         return least_squares(residual, inside, jac="cs", **limits)
 
     def solve(self, rng) -> list:
@@ -236,8 +242,9 @@ def fit_isoflop(rows, rng, left: list[str]) -> dict:
             continue
         x = np.log2(grid.mu_rec)
         smooth = np.polyval(np.polyfit(x, grid.loss, 2), x)
-        share = math.sqrt(len(x) / (len(x) - 3))  # three parameters took theirs
-        grids.append(grid.assign(x=x, smooth=smooth, noise=(grid.loss - smooth) * share))
+        noise = grid.loss - smooth
+        noise *= math.sqrt(len(x) / (len(x) - 3))  # three parameters took their share
+        grids.append(grid.assign(x=x, smooth=smooth, noise=noise))
     budgets = [lowest_point(grid, pd.concat(grids).noise, rng) for grid in grids]
     inner = [found for found in budgets if found["inside"]]
     power_laws = {}
@@ -258,17 +265,20 @@ def lowest_point(grid, noise, rng) -> dict:
     """
     x, smooth = grid[["x", "smooth"]].to_numpy().T
     low, high = x[0], x[-1]
-    drawn = rng.choice(noise, (RESAMPLES, len(x)))
-    parabolas = np.polyfit(x, np.vstack([smooth, smooth + drawn]).T, 2)  # (3, 1 + RESAMPLES)
+    drawn = smooth + rng.choice(noise, (RESAMPLES, len(x)))
+    parabolas = np.polyfit(x, np.vstack([smooth, drawn]).T, 2)  # (3, 1 + RESAMPLES)
     bend, slope, _ = parabolas
+    vertex = np.clip(-slope / (2 * bend), low, high)
     lower_end = np.where(bend * (low + high) + slope < 0, high, low)
-    best = np.where(bend > 0, np.clip(-slope / (2 * bend), low, high), lower_end)
+    best = np.where(bend > 0, vertex, lower_end)
+    log_tokens = np.interp(best, x, np.log(grid.tokens))
+    fit = parabolas[:, 0]
     return {
         "budget": grid.budget.iloc[0],
         "mu": 2**best,
-        "tokens": np.exp(np.interp(best, x, np.log(grid.tokens))),
-        "parabola": parabolas[:, 0],
-        "loss": np.polyval(parabolas[:, 0], best[0]),
+        "tokens": np.exp(log_tokens),
+        "parabola": fit,
+        "loss": np.polyval(fit, best[0]),
         "inside": bool(low < best[0] < high),
         "slope": np.polyfit(x, smooth, 1)[0],  # nats for each doubling of mu_rec
     }
@@ -310,14 +320,17 @@ def fit_curves(rows) -> dict:
         first = points.iloc[0]
         near = points[points.depth <= first.mu_rec]
         beyond = points.drop(near.index)
-        curve = {"run": run} | first[["mu_rec", "n_eff", "budget"]].to_dict()
+        curve = {"run": run}
+        curve |= first[["mu_rec", "n_eff", "budget"]].to_dict()
         curve |= points[["depth", "loss"]].to_dict("list")
         for name in FORMS:
             curve[name] = fit_form(name, points)
-            score = {"form": name, "huber": form_misfit(name, curve[name], points)}
+            score = {"form": name}
+            score["huber"] = form_misfit(name, curve[name], points)
             score["floor off percent"] = percent_off(curve[name]["E"], first.best)
             if len(near) > 2 and len(beyond):
-                score["huber beyond mu"] = form_misfit(name, fit_form(name, near), beyond)
+                early = fit_form(name, near)
+                score["huber beyond mu"] = form_misfit(name, early, beyond)
             scores.append(score)
         curves.append(curve)
     by_form = pd.DataFrame(scores).groupby("form", sort=False)

@@ -70,14 +70,18 @@ def prepared(rows, left: list[str]) -> pd.DataFrame:
         left.extend(f"{run}: {why}" for run in sorted(set(rows.run[unfit])))
         return rows[~unfit]
 
-    usable = (rows[ROW[1:]] > 0) & (rows[ROW[1:]] < np.inf)
+    numbers = rows[ROW[1:]]
+    usable = (numbers > 0) & (numbers < np.inf)
     rows = leave_out(~usable.all(axis=1), "a number that is not above 0, or not finite")
     rows = leave_out(rows.duplicated(["run", "depth"]), "two losses at one depth")
-    rows = rows.assign(budget=rows.flops.map("{:.2g}".format).astype(float))
+    budget = rows.flops.map("{:.2g}".format)
+    rows = rows.assign(budget=budget.astype(float))
     at_mu = rows.query("depth == mu_rec")
-    rows = rows.assign(best=at_mu.set_index("run").loss.reindex(rows.run).to_numpy())
+    best = at_mu.set_index("run").loss.reindex(rows.run)
+    rows = rows.assign(best=best.to_numpy())
     rows = leave_out(rows.best.isna(), "not evaluated at depth mu_rec")
-    far = rows.best > 1.5 * rows.budget.map(at_mu.groupby("budget").loss.median())
+    medians = at_mu.groupby("budget").loss.median()
+    far = rows.best > 1.5 * rows.budget.map(medians)
     rows = leave_out(far, "a loss over 1.5 x the median of its budget")
     return rows.sort_values(["mu_rec", "depth"], kind="stable", ignore_index=True)
 
@@ -92,7 +96,8 @@ def fit_all(rows, left: list[str], held_out) -> dict:
     isoflop = laws.fit_isoflop(rows.query("depth == mu_rec"), rng, left)
     result = {"n_eff": n_eff, "left_out": left, "isoflop": isoflop}
     looped = rows[rows.mu_rec > 1]
-    deep = looped[looped.groupby("run").depth.transform("size") > 3]
+    depths = looped.groupby("run").depth.transform("size")
+    deep = looped[depths > 3]
     if len(deep):
         result["test_time"] = laws.fit_curves(deep)
     data_of = dict.fromkeys(laws.LAWS, (deep, held_out))
@@ -168,8 +173,10 @@ def equal_tokens_table(rows) -> list[str]:
     if gains.empty:
         return []
     level = np.interp(np.log(gains.tokens), np.log(once.index), once)
-    cells = (level - gains.loss).map("{:.4f}".format) + gains.tokens.map(" at {:.2g}".format)
-    frame = gains.assign(cell=cells, budget=gains.budget.map("{:.2g} FLOPs".format))
+    gain = level - gains.loss
+    cells = gain.map("{:.4f}".format) + gains.tokens.map(" at {:.2g}".format)
+    budget = gains.budget.map("{:.2g} FLOPs".format)
+    frame = gains.assign(cell=cells, budget=budget)
     shown = frame.pivot_table("cell", "mu_rec", "budget", aggfunc="; ".join, sort=False)
     head = (
         "At equal tokens: nats that loops in training gain over one, at so many tokens; one's loss "
@@ -198,10 +205,12 @@ def error_tables(fits: dict[str, dict]) -> list[str]:
         if "held_out" in fitted:
             errors[f"{name}, held-out runs"] = fitted["held_out"]
         off = pd.DataFrame(fitted["without"]).T
+        mean = off["percent"].map("{:.2g}".format)
         largest = off["largest percent"].map(" ({:.2g})".format)
-        budgets[name] = off["percent"].map("{:.2g}".format) + largest
+        budgets[name] = mean + largest
     head = "Each budget predicted from the others: percent off, mean (largest)."
-    frame = pd.DataFrame(budgets).T.rename_axis("law").rename(columns="{:.2g} FLOPs".format)
+    frame = pd.DataFrame(budgets).T.rename_axis("law")
+    frame = frame.rename(columns="{:.2g} FLOPs".format)
     return [*number_table("law", errors), head, "", *frame_table(frame)]
 
 
@@ -216,7 +225,8 @@ def paper_fit(preset: str) -> dict:
     n_eff = {mu: laws.effective_params(laws.config_at(preset, mu)) for mu in range(2, 13)}
     optima = laws.PAPER_OPTIMA[preset]
     budgets = [{"budget": flops, "mu": [mu], "inside": True} for flops, mu in optima.items()]
-    k = np.array(list(optima.values())) / np.array(list(optima)) ** laws.PAPER_EXPONENT
+    flops, best = np.array([*optima.items()]).T
+    k = best / flops**laws.PAPER_EXPONENT
     power_law = [[laws.PAPER_EXPONENT], [np.log(k).mean()]]
     isoflop = {"budgets": budgets, "power_laws": {"mu": power_law}}
     return {"n_eff": n_eff, "isoflop": isoflop, "train": {"logs": [laws.PAPER[preset]]}}
@@ -246,8 +256,9 @@ def advise(args) -> None:
     grid = [int(mu) for mu in known["n_eff"] if int(mu) > 1]
     mu = round(np.clip(power, min(grid), max(grid)))
     cfg = laws.config_at(args.preset, mu)
+    N = laws.effective_params(cfg)
     D = args.flops / cfg.flops_per_token()
-    loss = laws.law_loss(known["train"]["logs"][0], laws.effective_params(cfg), D)
+    loss = laws.law_loss(known["train"]["logs"][0], N, D)
     print(f"law L(mu, D): loss {loss:.4f} nats/token with mu_rec {mu} and {D:.4g} tokens")
     print(f"python train.py --preset {args.preset} --mu-rec {mu} --flops {args.flops:g}")
 

@@ -4,13 +4,13 @@ with its place in a table and the source's numbers. Sources: the paper (Parcae; 
 2026) and the post (Exact-ZOH; Huang 2026).
 
 At the small scales (`nano`, `tiny`) an arm trains `budget` tokens for each parameter of the
-preset of that name (the RDM's models are smaller); at the others the source's tokens. To add an
-experiment, write a function of the scale's name and an entry in EXPERIMENTS.
+preset of that name (the RDM's models are smaller); at the others the source's tokens. To add a
+comparison, write a function of the scale's name under @experiment(…).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -24,7 +24,6 @@ SMALL = ("nano", "tiny")
 UP_TO_80 = (20, 40, 80)  # tokens a parameter of the small scales
 TRANSFORMER = ("nano", "tiny", "140m", "370m", "770m", "1.3b")  # sizes of the paper's two setups
 RDM = ("nano", "tiny", "100m", "350m")
-SCALING = ("nano", "tiny", "140m", "370m")
 
 
 @dataclass
@@ -37,10 +36,8 @@ class Arm:
     budget: float = 20  # tokens a parameter at the small scales; 0: `tokens` there too
     flops: float = 0  # training FLOPs, instead of tokens
     equal_flops: bool = False  # trains the FLOPs that the looped model needs for its tokens
-    shape: str = ""  # flags of the network's size, instead of the scale's
-    source: dict = field(default_factory=dict)  # {depth, or "mu" for mu_rec: the source's number}
-    core: dict = field(default_factory=dict)  # {column: the source's score}
-    runs: dict = field(default_factory=dict)  # {seed: line of the ledger}
+    source: dict = field(default_factory=dict)  # {depth, "mu_rec" or score: the source's number}
+    runs: list[dict] = field(default_factory=list)  # lines of the ledger, by seed
 
     def name(self) -> str:
         return f"{self.row}, {self.col}".removesuffix(", ")
@@ -49,8 +46,8 @@ class Arm:
 @dataclass
 class Experiment:
     title: str
-    tables: Callable[[str], list[list[Arm]]]  # of the scale's name
     scales: tuple[str, ...]
+    tables: Callable[[str], list[list[Arm]]]  # of the scale's name
     depths: str = "1,2,4,8,16"  # evaluated
     unit: str = "loss in nats a token"  # of the table, or perplexity
     # differences are to the table's first arm of the same column ("row") or row ("col")
@@ -60,11 +57,19 @@ class Experiment:
     split: str = ""  # a panel of each kind for every "row" or "col"
     flags: str = ""  # of all arms
     seeds: int = 4  # at the small scales; 1 at the others
-    core_depths: str = ""  # of `--core` (default: mu_rec)
 
 
-def flat(tables: list[list[Arm]]) -> list[Arm]:
-    return list(chain.from_iterable(tables))
+EXPERIMENTS = {}
+
+
+def experiment(title: str, scales: tuple[str, ...], **fields):
+    """Enters the function below it, which makes the tables, into EXPERIMENTS under its name."""
+
+    def enter(tables):
+        EXPERIMENTS[tables.__name__] = Experiment(title, scales, tables, **fields)
+        return tables
+
+    return enter
 
 
 def source_numbers(name: str) -> pd.DataFrame:
@@ -80,19 +85,11 @@ def tables_of(name: str, scale: str) -> list[list[Arm]]:
     if scale not in set(known.scale):
         scale = next(iter(known.scale), scale)  # beside the smallest of the source's
     for number in known[known.scale == scale].itertuples():
+        of = int(number.of) if number.of.isdigit() else number.of
         for arm in tables[int(number.table)]:
-            if arm.row == number.row and number.col in ("", arm.col):
-                add_source(arm, number.of, number.value)
+            if (arm.row, arm.col) == (number.row, number.col):
+                arm.source[of] = number.value
     return tables
-
-
-def add_source(arm: Arm, of: str, value: str) -> None:
-    """A loss (or "diverges") at depth `of`, or a score of that name."""
-    if of != "mu" and not of.isdigit():
-        arm.core[of] = value
-        return
-    depth = of if of == "mu" else int(of)
-    arm.source[depth] = value if value.isalpha() else float(value)
 
 
 def rows(flags: dict[str, str], **same) -> list[Arm]:
@@ -110,20 +107,26 @@ def no_stochastic_depth(scale) -> str:
     return f"--sampling fixed --granularity batch {rates} --cooldown 0"
 
 
+@experiment(
+    "Euler against Exact-ZOH (post, Validation Loss)",
+    TRANSFORMER,
+    base="col",
+    split="row",
+    seeds=8,
+    panels=("validation loss", "difference by depth"),
+)
 def gains(scale):
     """At the small scales with the paper's initial decay √(1/5) and a higher one."""
-    arms = []
+    recipes = {"Fixed no-SD": no_stochastic_depth(scale), "Paper-style": ""}
     decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
-    for name, recipe in {"Fixed no-SD": no_stochastic_depth(scale), "Paper-style": ""}.items():
-        if scale in SMALL:
-            for budget, decay in product(UP_TO_80, decays):
-                row = f"{name}, decay {decay}, {budget:g} tokens/parameter"
-                arms += both_gains(row, f"{recipe} {decays[decay]}", budget=budget)
-            continue
-        for tokens in (0.2e9, 0.5e9):
-            arms += both_gains(f"{name}, {tokens / 1e9:g}B", recipe, tokens=tokens)
-    if scale not in SMALL:
-        arms += both_gains("Paper-style, 11.2B", "", tokens=11.2e9)
+    arms = []
+    if scale in SMALL:
+        for name, budget, decay in product(recipes, UP_TO_80, decays):
+            row = f"{name}, decay {decay}, {budget} tokens/parameter"
+            arms += both_gains(row, f"{recipes[name]} {decays[decay]}", budget=budget)
+        return [arms]
+    for name, tokens in [*product(recipes, (0.2e9, 0.5e9)), ("Paper-style", 11.2e9)]:
+        arms += both_gains(f"{name}, {tokens / 1e9:g}B", recipes[name], tokens=tokens)
     return [arms]
 
 
@@ -134,6 +137,16 @@ def both_gains(row: str, flags: str, **length) -> list[Arm]:
 # -- stability
 
 
+@experiment(
+    "Learning rates that each looped model bears (paper, training instability)",
+    RDM,
+    depths="1,4,8",
+    base="col",
+    split="col",
+    seeds=1,
+    panels=("training loss", "ρ(Ā)", "state norm", "residual"),
+    flags="--eval-every 50 --save-every 50 --eval-tokens 65536",
+)
 def stability(scale):
     """The paper's five learning rates; at the small scales, whose models bear more, 16 times as
     large, plus 64 times the highest. The paper's ramps of 4,096 steps each are longer than a run of
@@ -153,24 +166,27 @@ def stability(scale):
     arms = []
     for rate, (col, preset, block, limit) in product(rates, models):
         flags = f"{block} --warmup 0.1 --cooldown 0.1 --adam-lr {rate * factor:g}"
-        source = {}
+        arm = Arm(f"LR {rate * factor:g}", col, preset, flags, tokens)
         if rate <= 1e-3:
-            source["mu"] = "converges" if rate <= limit else "diverges"
-        arms.append(Arm(f"LR {rate * factor:g}", col, preset, flags, tokens, source=source))
+            arm.source["mu_rec"] = "converges" if rate <= limit else "diverges"
+        arms.append(arm)
     return [arms]
 
 
+@experiment(
+    "Parcae's components one by one (paper, table 3)", TRANSFORMER, depths="1,4,8", stepwise=True
+)
 def components(scale):
     """One change a row. All rows keep C, except at nano, which has none; nor has nano the B that
     concatenation has.
     """
-    concat = "--injection concat --granularity batch --no-prelude-norm"
-    changes = {"RDM: concat, per batch": concat}
+    batch = "--granularity batch --no-prelude-norm"
+    changes = {"RDM: concat, per batch": f"--injection concat {batch}"}
     if scale == "nano":
-        changes["+ constrained Ā"] = "--granularity batch --no-prelude-norm --input-matrix"
-        changes["without B"] = "--granularity batch --no-prelude-norm"
+        changes["+ constrained Ā"] = f"{batch} --input-matrix"
+        changes["without B"] = batch
     else:
-        changes["+ constrained Ā"] = "--granularity batch --no-prelude-norm"
+        changes["+ constrained Ā"] = batch
     changes["+ per-sequence depth"] = "--no-prelude-norm"
     changes["+ prelude norm"] = "--prelude-norm"
     return [rows(changes, tokens=LENGTHS.get(scale, 0))]
@@ -178,7 +194,12 @@ def components(scale):
 
 # -- against other models
 
+LAW = ("validation loss", "loss by depth")
 
+
+@experiment(
+    "Looped against flat (paper, table 4)", TRANSFORMER, unit="perplexity", panels=LAW, split="col"
+)
 def baseline(scale):
     """The paper trains 80 tokens a parameter. The last two rows of a column are ours."""
     arms = []
@@ -194,14 +215,21 @@ def baseline(scale):
     return [arms]
 
 
+@experiment(
+    "Looped against flat at 30M tokens of the next size",
+    ("nano",),
+    unit="perplexity",
+    panels=LAW,
+    seeds=1,
+)
 def bridge(scale):
     """The looped model and its flat twin with `tiny`'s shape, and all else as in `nano`."""
     size = "--vocab-size 4096 --d-model 128 --n-head 2 --d-mlp 512"
-    models = {"Transformer": "transformer", "Parcae": "parcae"}
-    at = {"shape": size, "tokens": 30e6, "budget": 0}
-    return [[Arm(row, preset=name, **at) for row, name in models.items()]]
+    at = {"flags": size, "tokens": 30e6, "budget": 0}
+    return [[Arm("Transformer", preset="transformer", **at), Arm("Parcae", **at)]]
 
 
+@experiment("What the looped frame costs (no source)", ("nano",))
 def frame(scale):
     """What the looped frame (B, C, prelude norm, random start) costs against a Transformer; with
     eight loops, and with one, where looping gives nothing back. Last, what becomes of the decay
@@ -231,6 +259,7 @@ def frame(scale):
     return [[*rows(changes), Arm("Transformer", preset="transformer")]]
 
 
+@experiment("Parcae against the RDM (paper, table 1)", RDM, depths="1,4,8,16", unit="perplexity")
 def rdm(scale):
     """Table 1's models; tools/lm_eval.py gives WikiText and the zero-shot tasks."""
     return [
@@ -240,12 +269,33 @@ def rdm(scale):
 
 # -- depth in training
 
+BY_DEPTH = (
+    "training loss",
+    "validation at 1",
+    "validation at 4",
+    "validation at 8",
+    "validation at 16",
+)
 
+
+@experiment(
+    "Depth per batch against depth per sequence (paper, appendix)",
+    RDM,
+    depths="1,4,8,16",
+    unit="perplexity",
+    panels=(*BY_DEPTH, "state norm", "residual"),
+)
 def granularity(scale):
     units = {"per batch": "--granularity batch", "per sequence": "--granularity sequence"}
     return [rows(units, preset="parcae-rdm", tokens=10e9)]
 
 
+@experiment(
+    "Sampling of truncated recurrence (paper, appendix)",
+    RDM,
+    depths="1,4,8,16,64",
+    panels=(*BY_DEPTH, "validation at 64"),
+)
 def sampling(scale):
     """The source has figures only."""
     eight = "--mu-rec 8 --mu-bwd 8 --sampling"
@@ -257,33 +307,43 @@ def sampling(scale):
     return [rows(laws, preset="parcae-rdm", tokens=10e9)]
 
 
+@experiment(
+    "mu_rec and mu_bwd (paper, appendix)",
+    RDM,
+    depths="1,4,8,16,64",
+    panels=(*BY_DEPTH, "validation at 64"),
+    seeds=2,
+)
 def backward(scale):
-    by_rec = [(rec, 4) for rec in (4, 8, 14, 20, 26, 32)]
-    by_bwd = [(20, bwd) for bwd in (4, 6, 8, 10, 12)]
-    return [early_rdm(by_rec, 10e9), early_rdm(by_bwd, 8.5e9)]
-
-
-def early_rdm(means: list[tuple], tokens: float) -> list[Arm]:
     """Runs of the paper before its sampling was corrected."""
-    law = "--sampling poisson-lognormal-fill --granularity batch"
-    changes = {}
-    for rec, bwd in means:
-        changes[f"mu_rec {rec}, mu_bwd {bwd}"] = f"{law} --mu-rec {rec} --mu-bwd {bwd}"
-    return rows(changes, preset="rdm", tokens=tokens)
+    by_rec = product((4, 8, 14, 20, 26, 32), (4,))
+    by_bwd = product((20,), (4, 6, 8, 10, 12))
+    tables = []
+    for means, tokens in ((by_rec, 10e9), (by_bwd, 8.5e9)):
+        changes = {}
+        for rec, bwd in means:
+            law = "--sampling poisson-lognormal-fill --granularity batch"
+            changes[f"mu_rec {rec}, mu_bwd {bwd}"] = f"{law} --mu-rec {rec} --mu-bwd {bwd}"
+        tables.append(rows(changes, preset="rdm", tokens=tokens))
+    return tables
 
 
 # -- loop mechanisms
 
 
+@experiment("Other loop mechanisms (post, appendix)", TRANSFORMER, depths="1,4,8,16")
 def mechanisms(scale):
     """Two lengths: the post's 0.2B tokens, the best of its run, and 0.5B; at the small scales 0.4
     and 1 times the tokens. The post does not state this recipe: 3.6761 is its no-SD probe's.
     """
     probe = no_stochastic_depth(scale)
-    loops = {"": "", ", Loop AttnRes": "--mechanism attnres"}
-    loops[", HyperConnectedLoop"] = "--mechanism hyper"
-    parcae = {f"Parcae{name}": f"{probe} {flags}" for name, flags in loops.items()}
-    raw = {f"Raw loop{name}": f"{probe} --injection none {loops[name]}" for name in loops}
+    raw = {}
+    parcae = {}
+    loops = ("", ""), (", Loop AttnRes", "attnres"), (", HyperConnectedLoop", "hyper")
+    for name, mechanism in loops:
+        flags = f" --mechanism {mechanism}" if mechanism else ""
+        raw[f"Raw loop{name}"] = f"{probe} --injection none{flags}"
+        parcae[f"Parcae{name}"] = probe + flags
     raw["PLC / Parcae"] = probe
     short = rows(parcae, col="shorter", tokens=0.2e9, budget=8)
     return [rows(raw, tokens=0.5e9), [*short, *rows(parcae, col="longer", tokens=0.5e9)]]
@@ -291,22 +351,29 @@ def mechanisms(scale):
 
 # -- scaling
 
-# Budgets in FLOPs, mean recurrences; mu_rec 1 is the paper's fixed-depth baseline. The budgets of
-# `nano` are 11 to 170 tokens a parameter at mu_rec 8, those of `tiny` 3 to 50.
+DENSE = ",".join(map(str, range(1, 25)))  # test-time depths 1 … 24
+CURVES = {
+    "depths": DENSE,
+    "flags": "--eval-every 1000000000",  # validation at the end only: it is dear at so many depths
+    "panels": LAW,
+    "seeds": 1,
+}
+# In FLOPs. The budgets of `nano` are 11 to 170 tokens a parameter at mu_rec 8, those of `tiny` 3
+# to 50.
 BUDGETS = {
     "nano": (1.5e13, 3e13, 6e13, 12e13, 24e13),
     "tiny": (1e14, 4e14, 16e14),
     "140m": (1e18, 2e18, 4e18, 8e18, 16e18, 64e18),
     "370m": (32e18, 64e18, 128e18),
 }
-SMALL_MUS = (1, 2, 3, 4, 6, 8)
-PAPER_MUS = (1, 2, 4, 6, 8, 10, 12)
-DENSE = ",".join(map(str, range(1, 25)))  # test-time depths 1 … 24
-AT_END = "--eval-every 1000000000"  # validation at the end only: it is dear at so many depths
 
 
+@experiment(
+    "Looping or data at equal FLOPs (paper, figures 3 to 5)", tuple(BUDGETS), split="col", **CURVES
+)
 def isoflop(scale):
-    mus = SMALL_MUS if scale in SMALL else PAPER_MUS
+    """mu_rec 1 is the paper's fixed-depth baseline."""
+    mus = (1, 2, 3, 4, 6, 8) if scale in SMALL else (1, 2, 4, 6, 8, 10, 12)
     arms = []
     for flops, mu in product(BUDGETS[scale], mus):
         flags = "--sampling fixed --mu-rec 1" if mu == 1 else f"--mu-rec {mu}"
@@ -314,75 +381,20 @@ def isoflop(scale):
     return [arms]
 
 
+@experiment("Test-time depth for six mu_rec (paper, figure 7)", tuple(BUDGETS), **CURVES)
 def testtime(scale):
     mus = {f"mu_rec {mu}": f"--mu-rec {mu}" for mu in (2, 4, 6, 8, 10, 12)}
     return [rows(mus, tokens=11.2e9)]
 
 
+@experiment("Test-time depth over model sizes (paper, figure 6)", ("nano", "140m"), **CURVES)
 def sizes(scale):
-    """Test-time curves over model sizes: at nano three widths, else the paper's four models at
-    its lengths.
+    """Test-time curves over model sizes: at nano three widths at 20 tokens a parameter, else the
+    paper's four models at its lengths.
     """
-    if scale in SMALL:
-        widths = (32, 64, 96)
-        return [[Arm(f"d {d}", shape=f"--d-model {d} --d-mlp {4 * d}") for d in widths]]
+    if scale == "nano":
+        lengths = {32: 2710400, 64: 6.9e6, 96: 12552320}
+        shapes = {d: f"--d-model {d} --d-mlp {4 * d}" for d in lengths}
+        return [[Arm(f"d {d}", flags=shapes[d], tokens=D, budget=0) for d, D in lengths.items()]]
     models = LENGTHS.items()
-    return [[Arm(size, shape=f"--preset parcae-{size}", tokens=D) for size, D in models]]
-
-
-LAW = ("validation loss", "loss by depth")
-CURVE_PANELS = (
-    "training loss",
-    "validation at 1",
-    "validation at 4",
-    "validation at 8",
-    "validation at 16",
-)
-# fmt: off
-EXPERIMENTS = {
-    "gains": Experiment(
-        title="Euler against Exact-ZOH (post, Validation Loss)",
-        tables=gains, scales=TRANSFORMER, base="col", split="row", seeds=8,
-        panels=("validation loss", "difference by depth")),
-    "stability": Experiment(
-        title="Learning rates that each looped model bears (paper, training instability)",
-        tables=stability, scales=RDM, depths="1,4,8", base="col", split="col", seeds=1,
-        panels=("training loss", "ρ(Ā)", "state norm", "residual"), flags="--eval-every 50 --save-every 50 --eval-tokens 65536"),
-    "components": Experiment(
-        title="Parcae's components one by one (paper, table 3)",
-        tables=components, scales=TRANSFORMER, depths="1,4,8", core_depths="1,4,8", stepwise=True),
-    "baseline": Experiment(
-        title="Looped against flat (paper, table 4)",
-        tables=baseline, scales=TRANSFORMER, unit="perplexity", panels=LAW, split="col"),
-    "bridge": Experiment(
-        title="Looped against flat at 30M tokens of the next size",
-        tables=bridge, scales=("nano",), unit="perplexity", panels=LAW, seeds=1),
-    "frame": Experiment(
-        title="What the looped frame costs (no source)",
-        tables=frame, scales=("nano",)),
-    "rdm": Experiment(
-        title="Parcae against the RDM (paper, table 1)",
-        tables=rdm, scales=RDM, depths="1,4,8,16", unit="perplexity"),
-    "granularity": Experiment(
-        title="Depth per batch against depth per sequence (paper, appendix)",
-        tables=granularity, scales=RDM, depths="1,4,8,16", unit="perplexity", panels=(*CURVE_PANELS, "state norm", "residual")),
-    "sampling": Experiment(
-        title="Sampling of truncated recurrence (paper, appendix)",
-        tables=sampling, scales=RDM, depths="1,4,8,16,64", panels=(*CURVE_PANELS, "validation at 64")),
-    "backward": Experiment(
-        title="mu_rec and mu_bwd (paper, appendix)",
-        tables=backward, scales=RDM, depths="1,4,8,16,64", panels=(*CURVE_PANELS, "validation at 64"), seeds=2),
-    "mechanisms": Experiment(
-        title="Other loop mechanisms (post, appendix)",
-        tables=mechanisms, scales=TRANSFORMER, depths="1,4,8,16"),
-    "isoflop": Experiment(
-        title="Looping or data at equal FLOPs (paper, figures 3 to 5)",
-        tables=isoflop, scales=SCALING, depths=DENSE, flags=AT_END, panels=LAW, split="col", seeds=1),
-    "testtime": Experiment(
-        title="Test-time depth for six mu_rec (paper, figure 7)",
-        tables=testtime, scales=SCALING, depths=DENSE, flags=AT_END, panels=LAW, seeds=1),
-    "sizes": Experiment(
-        title="Test-time depth over model sizes (paper, figure 6)",
-        tables=sizes, scales=("nano", "140m"), depths=DENSE, flags=AT_END, panels=LAW, seeds=1),
-}
-# fmt: on
+    return [[Arm(size, flags=f"--preset parcae-{size}", tokens=D) for size, D in models]]

@@ -20,7 +20,7 @@ import pandas as pd
 
 import train
 from looped.console import outside
-from looped.logs import LoggedRun, read_log, read_run
+from looped.logs import LoggedRun, by_depth, read_log, read_run
 from looped.run_directory import CHANGEABLE
 from looped.settings import unheeded
 from model import ModelConfig
@@ -49,26 +49,23 @@ def wanted_settings(flags: list[str], ranks: int = 1) -> tuple[dict, float]:
     """
     args = train.parse_args(flags)
     cfg = train.model_config(args)
-    recipe = train.recipe_of(args.preset)
-    steps = train.settle(args, cfg, recipe, ranks)
+    steps = train.settle(args, cfg, train.recipe_of(args.preset), ranks)
     tokens = steps * args.batch_size * cfg.seq_len
     return settings_of(vars(args), asdict(cfg), steps), tokens * cfg.flops_per_token()
-
-
-def same_run(line: dict, settings: dict) -> bool:
-    """Whether a line was made with these settings; what it lacks had the default of today. A
-    Transformer heeds no flag of the loop.
-    """
-    if line["settings"].keys() - defaults().keys() - {"steps"}:  # made by other code
-        return False
-    known = defaults() | line["settings"]
-    differ = {name for name, value in settings.items() if known.get(name) != value}
-    return differ <= unheeded(known["n_core"])
 
 
 @functools.cache
 def defaults() -> dict:
     return vars(train.parse_args([])) | asdict(ModelConfig())
+
+
+def identity(settings: dict) -> frozenset:
+    """What equal runs share: settings, which had the default of today where a line lacks them; of
+    a Transformer none that only a loop heeds.
+    """
+    known = defaults() | settings
+    idle = unheeded(known["n_core"])
+    return frozenset((name, value) for name, value in known.items() if name not in idle)
 
 
 # -- from a run directory to a line
@@ -110,9 +107,8 @@ def six_digits(value):
 def training_curve(steps: pd.DataFrame) -> dict[str, list]:
     """The training curve in at most CURVE_POINTS points: means, and the last of their tokens."""
     points = steps.groupby(steps.index * CURVE_POINTS // len(steps))
-    curve = points[LOGGED].mean(skipna=False)
-    curve = curve.dropna(axis="columns", how="all")
-    values = {name: list(map(six_digits, column)) for name, column in curve.items()}
+    means = points[LOGGED].mean(skipna=False).dropna(axis="columns", how="all")
+    values = {name: list(map(six_digits, column)) for name, column in means.items()}
     return {"tokens": points.tokens.last().astype(int).tolist()} | values
 
 
@@ -132,7 +128,7 @@ def scores(run: LoggedRun) -> list[dict]:
 
 def evaluation(entry: dict) -> dict:
     """A validation during training: its tokens, its losses by depth, the spectral radius."""
-    losses = {str(depth): six_digits(loss) for depth, loss in entry["loss"].items()}
+    losses = {depth: six_digits(loss) for depth, loss in entry["loss"].items()}
     return {"tokens": entry["tokens"], "loss": losses, "rho": six_digits(entry.get("rho"))}
 
 
@@ -146,7 +142,7 @@ def record(path: Path) -> dict | None:
     stopped = steps.skipped[-train.BAD_STEPS :].sum() == train.BAD_STEPS  # no finite losses
     if not stopped and not run.last.get("final"):
         return None
-    every = max(1, math.ceil(len(run.evals) / CURVE_POINTS))
+    every = math.ceil(len(run.evals) / CURVE_POINTS) or 1
     evals = run.evals[::-1][::every][::-1]  # the last one is kept
     outcome = {
         "date": time.strftime("%Y-%m-%d", time.gmtime(log.stat().st_mtime)),
@@ -159,10 +155,10 @@ def record(path: Path) -> dict | None:
         "core": scores(run),
     }
     with outside(f"{path}/config.json is not a whole run's", f"restore it, or leave {path} out"):
-        return identity(run) | outcome | of_steps(steps)
+        return origin(run) | outcome | of_steps(steps)
 
 
-def identity(run: LoggedRun) -> dict:
+def origin(run: LoggedRun) -> dict:
     """What was trained, and where."""
     config = run.config
     args = config["args"]
@@ -182,37 +178,33 @@ def identity(run: LoggedRun) -> dict:
 
 def of_steps(steps: pd.DataFrame) -> dict:
     """What the training log says of a run."""
-    return {
-        "tokens": int(steps.tokens.iloc[-1]),
-        "skipped": int(steps.skipped.sum()),
-        "first_loss": six_digits(steps.loss[0]),
-        "last_loss": six_digits(steps.loss.iloc[-1]),
-        "lowest_loss": six_digits(steps.loss.min()),
-        "largest_state_norm": six_digits(steps.state_norm.max()),
-        "tok_s": six_digits(steps.tok_s.median()),
-        "minutes": six_digits(steps.ms.sum() / 6e4),
-        "curve": training_curve(steps),
+    numbers = {
+        "first_loss": steps.loss[0],
+        "last_loss": steps.loss.iloc[-1],
+        "lowest_loss": steps.loss.min(),
+        "largest_state_norm": steps.state_norm.max(),
+        "tok_s": steps.tok_s.median(),
+        "minutes": steps.ms.sum() / 6e4,
     }
+    told = {name: six_digits(value) for name, value in numbers.items()}
+    counts = {"tokens": int(steps.tokens.iloc[-1]), "skipped": int(steps.skipped.sum())}
+    return counts | told | {"curve": training_curve(steps)}
 
 
 # -- the file
 
 
-def read_ledger() -> list[dict]:
-    """All lines; losses by depth have whole numbers as keys. Of lines with equal settings and data
-    the last counts.
-    """
+def read_ledger() -> dict[tuple, dict]:
+    """{(identity, rows): line}; losses by depth have whole numbers as keys."""
     found = {}
     if not LEDGER.is_file():
-        return []
+        return found
     for number, text in enumerate(LEDGER.read_text(encoding="utf-8").splitlines(), 1):
         with outside(f"line {number} of {LEDGER} is damaged", "restore or delete it"):
             line = json.loads(text)
-            key = json.dumps([line["settings"], line["data"]], sort_keys=True)
-            for entry in (line, *line["evals"]):
-                entry["loss"] = {int(depth): loss for depth, loss in entry["loss"].items()}
-            found[key] = line
-    return list(found.values())
+            line["loss"] = by_depth(line["loss"])
+            found[identity(line["settings"]), line["data"]] = line
+    return found
 
 
 def append(line: dict) -> None:
@@ -221,16 +213,3 @@ def append(line: dict) -> None:
     with open(LEDGER, "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def evaluated(line: dict, depths: list[int]) -> bool:
-    """Whether it has losses at these depths; a diverged run needs none."""
-    return bool(line["diverged_at"]) or set(depths) <= line["loss"].keys()
-
-
-def find(lines: list[dict], settings: dict, data: str | None, depths: list[int]) -> dict | None:
-    """The line of a run with these settings on these rows, evaluated at these depths."""
-    for line in lines:
-        if line["data"] == data and evaluated(line, depths) and same_run(line, settings):
-            return line
-    return None

@@ -23,11 +23,11 @@ from looped.figures import (
     save_page,
     table,
 )
-from studies.comparisons import EXPERIMENTS, Arm, flat
+from studies.comparisons import DENSE, EXPERIMENTS, Arm
 from studies.ledger import read_ledger
 from studies.scaling_laws import rows_of, write_fit
 
-USUAL = {"protocol": "parcae", "baselines": "v1", "max_per_task": None}  # of a score
+DEPTHS = {1, 2, 4, 8, 12, 16, 24, 64}  # of differences
 OTHER = {"row": "col", "col": "row"}
 OVER_TRAINING = {  # panels over training: the column of the run's history
     "training loss": "loss",
@@ -36,7 +36,6 @@ OVER_TRAINING = {  # panels over training: the column of the run's history
     "ρ(Ā)": "rho",
 }
 NO_RUN = {"loss": {}, "curve": {"tokens": []}, "evals": [], "mu_rec": 0}
-DEPTHS = {1, 2, 4, 8, 12, 16, 24, 64}  # of the table of differences
 RUN_COLUMNS = {  # of a run's line, and how they are written
     "arm": "",
     "run": "",
@@ -63,29 +62,56 @@ DIVERGED = (
     "its start or more than 0.5 nats above its lowest, or if the state norm became 10,000 times "
     "that of step 1, or 10,000 where that was below 1."
 )
+CURVES = (
+    "Curves: the first seed's runs; one that was trained with one loop, or has none, is a "
+    "horizontal line against depth. Differences: mean over seeds, and its 95 % interval."
+)
 
 
-def loss_at(line: dict, depth) -> float:
-    """The validation loss at a depth; "mu" is mu_rec (0 of a flat model)."""
-    if depth == "mu":
-        depth = line["mu_rec"]
-    return line["loss"].get(depth, math.nan)
+# -- losses
 
 
-def cell(lines: list[dict], depth, unit: str) -> str:
+def lines_of(arms: list[Arm]) -> list[dict]:
+    return list(chain.from_iterable(arm.runs for arm in arms))
+
+
+def at_mu_rec(line: dict) -> float:
+    """The validation loss at mu_rec (0 of a flat model)."""
+    return line["loss"].get(line["mu_rec"], math.nan)
+
+
+def has_one_depth(line: dict) -> bool:
+    """Whether a model is flat, or was always trained with one loop and is used with one."""
+    once = line["mu_rec"] == 1 and line["settings"]["sampling"] == "fixed"
+    return line["mu_rec"] == 0 or once
+
+
+def losses_of(arm: Arm, depths: list) -> pd.DataFrame:
+    """Of the runs that did not diverge: a row for each seed, a column for each depth, "mu_rec" for
+    that of the run. A model of one depth has its one loss at every depth.
+    """
+    losses = {}
+    for line in arm.runs:
+        if line["diverged_at"]:
+            continue
+        losses[line["seed"]] = line["loss"] | {"mu_rec": at_mu_rec(line)}
+        if has_one_depth(line):
+            losses[line["seed"]] = dict.fromkeys(depths, at_mu_rec(line))
+    return pd.DataFrame(losses, index=depths, dtype=float).T
+
+
+def cell(arm: Arm, depth, unit: str) -> str:
     """What the seeds of an arm say at a depth: those that diverge or are stuck, and the mean loss.
 
     stuck: a loss of more than 95 % of the entropy of token frequencies, so little else was learned.
     """
     said = []
-    losses = []
-    for line in lines:
+    for line in arm.runs:
         if line["diverged_at"]:
             said.append(f"diverges at step {line['diverged_at']}")
-            continue
-        losses.append(loss_at(line, depth))
-        if line["unigram"] and loss_at(line, "mu") > 0.95 * line["unigram"]:
+        elif line["unigram"] and at_mu_rec(line) > 0.95 * line["unigram"]:
             said.append("stuck")
+    losses = losses_of(arm, [depth])[depth]
     spec = ".4f"
     if unit == "perplexity":
         losses = np.exp(losses)
@@ -93,7 +119,7 @@ def cell(lines: list[dict], depth, unit: str) -> str:
     if len(losses) or not said:
         said.append(plus_minus(losses, spec))
     if len(losses) > 1:
-        said[-1] += f" ({np.std(losses, ddof=1):{spec}})"
+        said[-1] += f" ({losses.std():{spec}})"
     return "; ".join(said)
 
 
@@ -104,26 +130,15 @@ def cell(lines: list[dict], depth, unit: str) -> str:
 class Difference:
     arm: Arm
     base: Arm
-    values: np.ndarray  # loss of the arm less that of the base, a seed each
+    values: pd.DataFrame  # losses of the arm less those of the base: a row a seed, a column a depth
 
 
-def losses_of(arm: Arm, depth) -> pd.Series:
-    """By seed, without diverged runs; a run of one depth has its one loss at every depth."""
-    losses = {}
-    for seed, line in arm.runs.items():
-        if not line["diverged_at"]:
-            losses[seed] = loss_at(line, "mu" if has_one_depth(line) else depth)
-    return pd.Series(losses, dtype=float)
-
-
-def has_one_depth(line: dict) -> bool:
-    """Whether a model is flat, or was always trained with one loop and is used with one."""
-    once = line["mu_rec"] == 1 and line["settings"]["sampling"] == "fixed"
-    return line["mu_rec"] == 0 or once
-
-
-def differences(arms: list[Arm], experiment, depth) -> list[Difference]:
-    """Of each arm with runs and its base: see Experiment."""
+def differences(arms: list[Arm], experiment) -> list[Difference]:
+    """Of each arm with runs and its base (see Experiment), at mu_rec and the depths of DEPTHS that
+    these arms' runs have.
+    """
+    known = set().union(*(line["loss"] for line in lines_of(arms)))
+    depths = ["mu_rec", *sorted(known.intersection(DEPTHS))]
     bases = {}
     found = []
     for arm in arms:
@@ -131,9 +146,9 @@ def differences(arms: list[Arm], experiment, depth) -> list[Difference]:
             continue
         group = getattr(arm, OTHER[experiment.base])
         base = bases.setdefault(group, arm)
-        values = (losses_of(arm, depth) - losses_of(base, depth)).dropna()
+        values = (losses_of(arm, depths) - losses_of(base, depths)).dropna(how="all")
         if arm is not base and len(values):
-            found.append(Difference(arm, base, values.to_numpy()))
+            found.append(Difference(arm, base, values))
         if experiment.stepwise:
             bases[group] = arm
     return found
@@ -143,103 +158,78 @@ def sentence(d: Difference, unit: str) -> str:
     """As: "zoh is lower than euler by 0.0120 ± 0.0040 nats/token, n = 5 (…)". unit: of the source's
     numbers.
     """
-    mean = d.values.mean()
-    note = interval_note(d.values)
-    known = [arm.source.get("mu") for arm in (d.base, d.arm)]
-    if all(isinstance(number, float) for number in known):
+    values = d.values["mu_rec"]
+    note = interval_note(values)
+    sources = [arm.source.get("mu_rec") for arm in (d.base, d.arm)]
+    known = pd.to_numeric(sources, errors="coerce")
+    if np.isfinite(known).all():
         if unit == "perplexity":
             known = np.log(known)
         note += f"; source {known[1]:.4f} against {known[0]:.4f}"
-    side = "lower" if mean < 0 else "higher"
+    side = "lower" if values.mean() < 0 else "higher"
     pair = f"{d.arm.name()} is {side} than {d.base.name()}"
-    return f"- {pair} by {plus_minus(np.sign(mean) * d.values)} nats/token, {note}."
+    return f"- {pair} by {plus_minus(np.sign(values.mean()) * values)} nats/token, {note}."
 
 
-def difference_table(tables: list[list[Arm]], experiment) -> list[str]:
-    known = set().union(*(line["loss"] for line in lines_of(flat(tables))))
-    cells = []
-    for depth, arms in product(sorted(known & DEPTHS), tables):
-        for d in differences(arms, experiment, depth):
-            names = [d.arm.name(), getattr(d.base, experiment.base)]
-            cells.append([*names, f"depth {depth}", plus_minus(d.values, "+.4f")])
-    if not cells:
+def difference_table(found: list[Difference], experiment) -> list[str]:
+    if not found:
         return []
-    names = ["loss of", "less that of"]
-    frame = pd.DataFrame(cells, columns=[*names, "depth", "difference"])
-    rows = frame.pivot_table("difference", names, "depth", aggfunc="first", sort=False)
-    title = "## Differences of loss by depth, paired by seed"
-    return [title, "", *frame_table(rows)]
+    values = {(d.arm.name(), getattr(d.base, experiment.base)): d.values for d in found}
+    frame = pd.concat(values, names=["loss of", "less that of"]).drop(columns="mu_rec")
+    frame = frame.dropna(axis="columns", how="all").add_prefix("depth ")
+    rows = frame.groupby(level=[0, 1], sort=False).agg(signed)
+    return ["## Differences of loss by depth, paired by seed", "", *frame_table(rows)]
+
+
+def signed(values: pd.Series) -> str:
+    return plus_minus(values.dropna(), "+.4f")
 
 
 # -- tables
 
 
-def lines_of(arms: list[Arm]) -> list[dict]:
-    """The lines of all their runs, by arm and seed."""
-    lines = []
-    for arm in arms:
-        lines += [arm.runs[seed] for seed in sorted(arm.runs)]
-    return lines
-
-
 def source_table(arms: list[Arm], unit: str) -> list[str]:
     """Rows and columns of arms, at mu_rec or at the source's depths; its number right of ours."""
-    known = {}  # the source's depths, in its order
-    for arm in arms:
-        known |= arm.source
+    known = set().union(*(arm.source for arm in arms))
+    depths = [depth for depth in ("mu_rec", *sorted(DEPTHS)) if depth in known]
     rows = {}
-    for arm, depth in product(arms, known or ["mu"]):
-        name = arm.col
-        if depth != "mu" or not name:
-            at = "mu_rec" if depth == "mu" else depth
-            name = f"{name} depth {at}".strip()
+    for arm, depth in product(arms, depths or ["mu_rec"]):
         row = rows.setdefault(arm.row, {"": arm.row})
-        row[name] = cell(lines_of([arm]), depth, unit)
-        if known:
+        name = arm.col or f"depth {depth}"
+        row[name] = cell(arm, depth, unit)
+        if depths:
             row[f"source, {name}"] = arm.source.get(depth, "–")
     frame = pd.DataFrame(rows.values()).fillna("–")
-    header = ["source" if name.startswith("source, ") else name for name in frame]
-    return table(header, frame.to_numpy())
+    return table([name.split(",")[0] for name in frame], frame.to_numpy())
 
 
 def score_table(arms: list[Arm]) -> list[str]:
-    """CORE, CORE Extended and LAMBADA of the runs that have them, beside the source's."""
-    scores = {}
-    source = {}
+    """Scores by the rules they were measured by, and the source's."""
+    scores = []
+    said = []
     for arm in arms:
-        source[arm.name()] = "; ".join(f"{name} {value}" for name, value in arm.core.items())
-        for line in lines_of([arm]):
-            for score in line["core"]:
-                at = "mu_rec" if score["depth"] == line["mu_rec"] else score["depth"]
-                name = f"{score['name'] or score['panel']}, depth {at}{other_rules(score)}"
-                scores[arm.name(), name, line["seed"]] = score["mean"]
+        known = [f"{of} {arm.source[of]}" for of in arm.source if of not in {"mu_rec", *DEPTHS}]
+        if known:
+            said.append(f"- Source, {arm.name()}: {'; '.join(known)}.")
+        for line in arm.runs:
+            scores += [{"arm": arm.name()} | score for score in line["core"]]
     if not scores:
         return []
-    frame = pd.Series(scores).rename_axis(["arm", "score", "seed"]).reset_index(name="mean")
-    rows = frame.pivot_table("mean", "arm", "score", aggfunc=plus_minus, sort=False)
-    rows["source"] = pd.Series(source)
-    return ["## Downstream", "", *frame_table(rows)]
-
-
-def other_rules(score: dict) -> str:
-    """By which rules a score was measured, if not by core_eval.py's own."""
-    words = ""
-    for name, usual in USUAL.items():
-        if score.get(name) not in (None, usual):
-            words += f", {name} {score[name]}"
-    return words
+    rules = ["arm", "panel", "name", "depth", "protocol", "baselines", "max_per_task"]
+    frame = pd.DataFrame(scores, dtype=object).fillna("–").astype({"mean": float})
+    means = frame.groupby(rules, sort=False)["mean"].agg(plus_minus)
+    return ["## Downstream", "", *frame_table(means.to_frame()), *said, ""]
 
 
 def run_table(arms: list[Arm]) -> list[str]:
     """A row for each training; one that several arms share has the name of the last."""
     rows = {}
     for arm in arms:
-        for line in lines_of([arm]):
-            path = Path(line["run"])
-            rows[path] = line | {
+        for line in arm.runs:
+            rows[line["run"]] = line | {
                 "arm": arm.name(),
-                "run": path.name,
-                "validation_loss": loss_at(line, "mu"),
+                "run": Path(line["run"]).name,
+                "validation_loss": at_mu_rec(line),
                 "ρ(Ā)": line["spectra"].get("rho"),
             }
     header, *body = records_table(list(rows.values()), RUN_COLUMNS)
@@ -248,7 +238,7 @@ def run_table(arms: list[Arm]) -> list[str]:
 
 def origin(line: dict) -> str:
     """Where a run was made."""
-    commit = f"commit {str(line['commit'])[:10]}"
+    commit = f"commit {line['commit'][:10]}"
     if line["changed"]:
         commit += " with changes"
     versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
@@ -260,36 +250,25 @@ def origin(line: dict) -> str:
 
 
 def curve(line: dict, kind: str) -> tuple:
-    """(x, y) of one run's curve over training; a flat model is validated at depth 0 alone."""
-    name = OVER_TRAINING.get(kind)
-    if name is None:
-        depth = line["mu_rec"]
-        if kind.startswith("validation at ") and depth:
-            depth = kind.removeprefix("validation at ")
-        name = f"loss.{depth}"
+    """(x, y) of one run's curve over training."""
+    names = OVER_TRAINING | {"validation loss": f"loss.{line['mu_rec']}"}
+    name = names.get(kind) or kind.replace("validation at ", "loss.")
     history = pd.concat([pd.DataFrame(line["curve"]), pd.json_normalize(line["evals"])])
     values = history.set_index("tokens").reindex(columns=[name])[name].dropna()
     return values.index / 1e6, values.to_numpy(float)
 
 
-def drawn_losses(line: dict) -> dict[int, float]:
-    """{depth: loss} as `depth_plot` takes it; of a model of one depth {0: loss}, its level."""
-    if line["loss"] and has_one_depth(line):
-        return {0: loss_at(line, "mu")}
-    return line["loss"]
-
-
 def difference_plot(arms: list[Arm], ylabel: str, experiment) -> Plot:
     """Mean differences over seeds by depth, with their 95 % intervals."""
     means = {arm.name(): {} for arm in arms}
-    halves = {arm.name(): [] for arm in arms}
-    for depth in sorted(set().union(*(line["loss"] for line in lines_of(arms)))):
-        for d in differences(arms, experiment, depth):
-            means[d.arm.name()][depth] = d.values.mean()
-            half = half_width(d.values) if len(d.values) > 1 else math.nan
-            halves[d.arm.name()].append(half)
+    halves = dict.fromkeys(means)
+    for d in differences(arms, experiment):
+        values = d.values.drop(columns="mu_rec").dropna(axis="columns")  # depths of all seeds
+        means[d.arm.name()] = values.mean().to_dict()
+        if len(values) > 1:
+            halves[d.arm.name()] = half_width(values)
     plot = depth_plot(list(means.values()), ylabel)
-    plot.half_widths = [np.array(half) for half in halves.values()]
+    plot.half_widths = list(halves.values())
     return plot
 
 
@@ -298,11 +277,15 @@ def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
     run.
     """
     ylabel = "\n".join([*textwrap.wrap(title, 30), kind])
-    firsts = [(lines_of([arm]) or [NO_RUN])[0] for arm in arms]
-    if kind == "loss by depth":
-        return depth_plot([drawn_losses(line) for line in firsts], ylabel)
     if kind == "difference by depth":
         return difference_plot(arms, ylabel, experiment)
+    firsts = [(arm.runs or [NO_RUN])[0] for arm in arms]
+    if kind == "loss by depth":
+        losses = []
+        for line in firsts:
+            level = line["loss"] and has_one_depth(line)
+            losses.append({0: at_mu_rec(line)} if level else line["loss"])
+        return depth_plot(losses, ylabel)
     scale = "log" if kind in ("state norm", "residual") else "linear"
     curves = [curve(line, kind) for line in firsts]
     return Plot("tokens trained, millions", ylabel, curves, {"yscale": scale})
@@ -310,25 +293,18 @@ def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
 
 def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
     """The figure; panels are split by the tables' rows or columns if the experiment says so."""
+    split = experiment.split
     groups = {}
     for arm in arms:
-        title = ""
-        label = arm.name()
-        if experiment.split:
-            title = getattr(arm, experiment.split)
-            label = getattr(arm, OTHER[experiment.split])
+        title = getattr(arm, split) if split else ""
+        label = getattr(arm, OTHER[split]) if split else arm.name()
         groups.setdefault(title, {})[label] = arm
-    names = dict.fromkeys(chain.from_iterable(groups.values()))
+    names = list(dict.fromkeys(chain.from_iterable(groups.values())))
     plots = []
-    for title, members in groups.items():
+    for (title, members), kind in product(groups.items(), experiment.panels):
         shown = [members.get(name, Arm(name)) for name in names]
-        for kind in experiment.panels:
-            plots.append(plot_of(kind, shown, title, experiment))
-    caption = (
-        "Curves: the first seed's runs; one that was trained with one loop, or has none, is a "
-        "horizontal line against depth. Differences: mean over seeds, and its 95 % interval."
-    )
-    return figure(path, caption, list(names), plots)
+        plots.append(plot_of(kind, shown, title, experiment))
+    return figure(path, CURVES, names, plots)
 
 
 # -- the page
@@ -340,7 +316,7 @@ def introduction(args, experiment, lines: list[dict]) -> list[str]:
     if len(ratios) > 6:
         ratios = [f"{ratios[0]} to {ratios[-1]}"]
     seeds = ", ".join(map(str, sorted({line["seed"] for line in lines})))
-    unigram = lines[0]["unigram"] if lines else None
+    unigram = fmt(lines[0]["unigram"])
     return [
         f"# {experiment.title}: {args.scale}",
         "",
@@ -349,7 +325,7 @@ def introduction(args, experiment, lines: list[dict]) -> list[str]:
         f"Training tokens a parameter: {', '.join(ratios)}. Seeds: {seeds}.",
         f"Cells: validation {experiment.unit}, {CELLS}",
         DIVERGED,
-        f"Entropy of the token frequencies: {fmt(unigram)} nats (stuck: a loss above 95 % of it).",
+        f"Entropy of the token frequencies: {unigram} nats (stuck: a loss above 95 % of it).",
         "",
     ]
 
@@ -359,38 +335,36 @@ def write_page(args, tables: list[list[Arm]]) -> None:
     fits as well.
     """
     experiment = EXPERIMENTS[args.name]
-    arms = [arm for arm in flat(tables) if arm.runs]
+    arms = [arm for arm in chain.from_iterable(tables) if arm.runs]
     lines = lines_of(arms)
     if not lines:
         fail(f"no finished run of {args.name} to show; {args.out}.md is left as it is")
     text = introduction(args, experiment, lines)
+    found = []
     for part in tables:
         shown = [arm for arm in part if arm.runs or arm.source]
+        pairs = differences(part, experiment)
+        found += pairs
         if shown:
             text += source_table(shown, experiment.unit)
-        said = [sentence(d, experiment.unit) for d in differences(part, experiment, "mu")]
-        if said:
-            text += [*said, ""]
+        if pairs:
+            text += [*(sentence(d, experiment.unit) for d in pairs), ""]
     text += draw(arms, experiment, Path(f"{args.out}.png"))
     text += score_table(arms)
-    text += difference_table(tables, experiment)
+    text += difference_table(found, experiment)
     text += run_table(arms)
     text += [*sorted({origin(line) for line in lines}), ""]
     save_page(args.out, text)
     good = [line for line in lines if not line["diverged_at"]]
-    if good and args.name in ("isoflop", "testtime", "sizes"):
-        unseen = held_out(good, read_ledger())
-        write_fit(rows_of(good), rows_of(unseen), args.out)
+    if good and experiment.depths == DENSE:
+        write_fit(rows_of(good), rows_of(held_out(good)), args.out)
 
 
-def held_out(lines: list[dict], known: list[dict]) -> list[dict]:
-    """Other runs of the same looped model, rows and recipe, to predict.
-
-    They may differ in mu_rec, length and seed.
-    """
-    wanted = family(lines[-1])
-    others = [line for line in known if line not in lines and not line["diverged_at"]]
-    return [line for line in others if family(line) == wanted]
+def held_out(fitted: list[dict]) -> list[dict]:
+    """Other runs in the ledger of the same looped model, rows and recipe, to predict."""
+    wanted = family(fitted[-1])
+    others = [line for line in read_ledger().values() if family(line) == wanted]
+    return [line for line in others if line not in fitted and not line["diverged_at"]]
 
 
 def family(line: dict) -> dict:

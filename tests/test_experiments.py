@@ -4,10 +4,10 @@ import argparse
 import itertools
 import json
 import math
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers import refused
 
@@ -17,7 +17,7 @@ from looped.depth import sample_depths
 from looped.logs import CoreRules, read_log
 from model import ModelConfig, load_run
 from studies import depth_laws, experiments, ledger, pages
-from studies.comparisons import EXPERIMENTS, Arm, flat, tables_of
+from studies.comparisons import EXPERIMENTS, Arm, tables_of
 
 SIZES = [
     "--vocab-size=300", "--seq-len=32", "--d-model=32", "--d-mlp=64", "--batch-size=12", "--dtype=float32",
@@ -28,11 +28,11 @@ SIZES = [
 
 def arguments(name, scale="nano"):
     given = {"name": name, "scale": scale, "seeds": [0]}
-    return argparse.Namespace(**given, data=None, extra=[], only=[], ranks=1)
+    return argparse.Namespace(**given, data=None, extra=[], only=[""], ranks=1)
 
 
 def arms_of(args):
-    return flat(tables_of(args.name, args.scale))
+    return list(itertools.chain.from_iterable(tables_of(args.name, args.scale)))
 
 
 # -- the comparisons as data
@@ -42,11 +42,10 @@ def arms_of(args):
 def test_every_arm_is_a_valid_command_at_every_scale(name):
     for scale in EXPERIMENTS[name].scales:
         args = arguments(name, scale)
-        tables = tables_of(name, args.scale)
-        for job in experiments.jobs_of(args, tables):  # train.py's own checks
+        for job in experiments.jobs_of(args, arms_of(args)):  # train.py's own checks
             assert job.settings["steps"] > 0
             assert len({id(arm) for arm in job.arms}) == len(job.arms)
-        for arms in tables:
+        for arms in tables_of(name, scale):
             cells = {(arm.row, arm.col) for arm in arms}
             assert len(cells) == len(arms)
 
@@ -101,10 +100,10 @@ def test_the_command_of_every_scale_gets_as_far_as_its_trainings(
 
 def test_fixed_depth_one_is_the_isoflop_grids_baseline():
     args = arguments("isoflop")
-    jobs = experiments.jobs_of(args, tables_of("isoflop", "nano"))
+    jobs = experiments.jobs_of(args, arms_of(args))
     laws = {(job.settings["mu_rec"], job.settings["sampling"]) for job in jobs}
     assert (1, "fixed") in laws and all(law != "fixed" for mu, law in laws if mu > 1)
-    assert jobs[0].depths == list(range(1, 25))
+    assert jobs[0].depths == set(range(1, 25))
     budgets = {arm.flops for arm in arms_of(args)}
     assert max(budgets) / min(budgets) >= 16
 
@@ -120,17 +119,19 @@ def test_what_a_line_lacks_had_the_default():
     flags = ["--preset", "nano", "--tokens", "1e6"]
     wanted, _ = ledger.wanted_settings([*flags, "--no-token-shift"])
     known = {name: value for name, value in wanted.items() if name != "token_shift"}
-    line = {"settings": known}
     shifted, _ = ledger.wanted_settings(flags)
-    assert ledger.same_run(line, wanted) and not ledger.same_run(line, shifted)
+    same = ledger.identity(known)
+    assert same == ledger.identity(wanted) and same != ledger.identity(shifted)
+    assert same != ledger.identity(wanted | {"of other code": 1})
 
 
 def test_a_transformer_heeds_no_flag_of_the_loop():
     for preset, same in (("transformer-nano", True), ("nano", False)):
         wanted, _ = ledger.wanted_settings(["--preset", preset, "--tokens", "1e6"])
         other = wanted | {"prelude_norm": not wanted["prelude_norm"]}
-        assert ledger.same_run({"settings": other}, wanted) == same
-        assert not ledger.same_run({"settings": wanted | {"token_shift": False}}, wanted)
+        assert (ledger.identity(other) == ledger.identity(wanted)) == same
+        other = wanted | {"token_shift": False}
+        assert ledger.identity(other) != ledger.identity(wanted)
 
 
 def test_divergence_rule():
@@ -153,23 +154,25 @@ def test_divergence_rule():
 
 
 def test_paired_differences_and_the_sentence_by_hand():
-    a = Arm("r", "euler", source={"mu": 4.1022})
-    b = Arm("r", "zoh", source={"mu": 4.0859})
+    a = Arm("r", "euler", source={"mu_rec": "4.1022"})
+    b = Arm("r", "zoh", source={"mu_rec": "4.0859"})
     x, y = [4.0, 4.1, 4.2, 4.3, 4.4], [3.99, 4.07, 4.19, 4.26, 4.40]
 
-    def run(loss, bad=None):
-        return {"loss": {2: loss, 8: loss + 1}, "mu_rec": 8, "diverged_at": bad}
+    def run(seed, loss, bad=None):
+        return made_line({2: loss, 8: loss + 1}, seed=seed, diverged_at=bad)
 
     for seed in range(5):
-        a.runs[seed], b.runs[seed] = run(x[seed]), run(y[seed])
-    a.runs[9], b.runs[9] = run(4.0), run(9.0, bad=3)  # diverged: its seed is left out
+        a.runs.append(run(seed, x[seed]))
+        b.runs.append(run(seed, y[seed]))
+    a.runs.append(run(9, 4.0))
+    b.runs.append(run(9, 9.0, bad=3))  # diverged: its seed is left out
     values = np.subtract(y, x)
-    (found,) = pages.differences([a, b, Arm("x")], EXPERIMENTS["gains"], "mu")
+    (found,) = pages.differences([a, b, Arm("x")], EXPERIMENTS["gains"])
     half = 2.7764451 * values.std(ddof=1) / math.sqrt(5)
-    assert (found.arm, found.base) == (b, a) and np.allclose(found.values, values)
+    assert (found.arm, found.base) == (b, a) and np.allclose(found.values["mu_rec"], values)
     said = pages.sentence(found, "loss")
     # an arm without a run is no base
-    (found,) = pages.differences([Arm("r", "none"), a, b], EXPERIMENTS["gains"], "mu")
+    (found,) = pages.differences([Arm("r", "none"), a, b], EXPERIMENTS["gains"])
     assert (found.arm, found.base) == (b, a)
     steps = [
         Arm("one", runs=a.runs),
@@ -177,9 +180,7 @@ def test_paired_differences_and_the_sentence_by_hand():
         Arm("three", runs=b.runs),
         Arm("four", runs=a.runs),
     ]
-    pairs = [
-        (d.base.row, d.arm.row) for d in pages.differences(steps, EXPERIMENTS["components"], 8)
-    ]
+    pairs = [(d.base.row, d.arm.row) for d in pages.differences(steps, EXPERIMENTS["components"])]
     assert pairs == [("one", "three"), ("three", "four")]
     assert (
         f"r, zoh is lower than r, euler by {-values.mean():.4f} ± {half:.4f} nats/token, n = 5"
@@ -188,7 +189,7 @@ def test_paired_differences_and_the_sentence_by_hand():
     assert "source 4.0859 against 4.1022" in said
     spread = values.std(ddof=1)
     assert f"standard deviation {spread:.4f})" in said
-    ours = pages.cell([line | {"unigram": None} for line in (a.runs[0], a.runs[2])], "mu", "loss")
+    ours = pages.cell(Arm(runs=[a.runs[0], a.runs[2]]), "mu_rec", "loss")
     assert ours == "5.1000 ± 1.2706 (0.1414)"  # 4.0 and 4.2 at depth 2 are 5.0 and 5.2 at 8
     assert figures.plus_minus(list(values)) == f"{values.mean():.4f} ± {half:.4f}"
     assert figures.plus_minus([1.5]) == "1.5000" and figures.plus_minus([]) == "–"
@@ -196,8 +197,7 @@ def test_paired_differences_and_the_sentence_by_hand():
 
 def test_a_model_of_one_depth_has_one_loss_at_every_depth():
     def arm(row, mu_rec, loss, law="poisson-full"):
-        line = {"loss": loss, "mu_rec": mu_rec, "settings": {"sampling": law}, "diverged_at": None}
-        return Arm(row, runs={0: line})
+        return Arm(row, runs=[made_line(loss, mu_rec=mu_rec, settings={"sampling": law})])
 
     once = arm("once", 1, {1: 3.0, 2: 9.0}, "fixed")  # at two loops it is not used
     assert not pages.has_one_depth(arm("looped at times", 1, {}).runs[0])
@@ -205,8 +205,9 @@ def test_a_model_of_one_depth_has_one_loss_at_every_depth():
     looped = arm("looped", 2, {1: 4.0, 2: 3.25})
     arms = [once, flat_twin, looped]
     experiment = EXPERIMENTS["frame"]
-    for depth, more in ((1, [0.5, 1.0]), (2, [0.5, 0.25])):
-        assert [d.values.item() for d in pages.differences(arms, experiment, depth)] == more
+    values = [d.values.loc[0].to_dict() for d in pages.differences(arms, experiment)]
+    assert values[0] == {"mu_rec": 0.5, 1: 0.5, 2: 0.5}
+    assert values[1] == {"mu_rec": 0.25, 1: 1.0, 2: 0.25}
     curves = pages.plot_of("loss by depth", [*arms, Arm("not run")], "", experiment).curves
     assert [list(y) for _, y in curves] == [[3.0, 3.0], [3.5, 3.5], [4.0, 3.25], []]
 
@@ -218,28 +219,31 @@ def test_differences_are_drawn_with_their_intervals():
     }
     arms = []
     for gain, runs in losses.items():
-        lines = [{"loss": loss, "mu_rec": 8, "diverged_at": None} for loss in runs]
-        arms.append(Arm("row", gain, runs=dict(enumerate(lines))))
+        lines = [made_line(loss, seed=seed) for seed, loss in enumerate(runs)]
+        arms.append(Arm("row", gain, runs=lines))
     plot = pages.plot_of("difference by depth", arms, "", EXPERIMENTS["gains"])
     assert plot.curves[1][1] == pytest.approx([0.1, 0.05]) and len(plot.curves[0][1]) == 0
     t = 12.7062  # of one degree of freedom, times the standard error of 0.2, 0 and of 0.1, 0
     assert plot.half_widths[1] == pytest.approx([t * 0.1, t * 0.05], rel=1e-4)
 
 
-def test_scores_stand_under_their_depth_and_a_flat_models_under_mu_rec():
-    def run(depths, mu_rec):
-        scores = [{"name": None, "panel": "core", "depth": d, "mean": m} for d, m in depths.items()]
-        return {"core": scores, "mu_rec": mu_rec, "seed": next(seeds)}
+def test_scores_stand_beside_their_rules_and_the_sources():
+    rules = {"panel": "core", "name": None, "protocol": "parcae", "baselines": "v1"}
+    rules["max_per_task"] = None
 
-    seeds = itertools.count()
-    looped = Arm("looped", core={"CORE": "14.0"})
-    looped.runs = {0: run({8: 0.1, 1: 0.05}, 8), 1: run({8: 0.3}, 8)}
-    flat_twin = Arm("flat", runs={0: run({0: 0.2}, 0)})
-    lines = pages.score_table([looped, flat_twin, Arm("not run")])
+    def run(depths, mu_rec, **other):
+        scores = [rules | other | {"depth": depth, "mean": mean} for depth, mean in depths.items()]
+        return {"core": scores, "mu_rec": mu_rec}
+
+    looped = Arm("looped", source={"mu_rec": "9.1", 4: "9.2", "CORE": "14.0"})
+    looped.runs = [run({8: 0.1, 1: 0.05}, 8), run({8: 0.3}, 8), run({8: 0.4}, 8, max_per_task=9)]
+    text = pages.score_table([looped, Arm("flat", runs=[run({0: 0.2}, 0)]), Arm("not run")])
     half = 12.7062 * 0.1  # t of one degree of freedom, times the standard error
-    assert lines[2] == "| arm | core, depth mu_rec | core, depth 1 | source |"
-    assert lines[4] == f"| looped | 0.2000 ± {half:.4f} | 0.0500 | CORE 14.0 |"
-    assert lines[5].startswith("| flat | 0.2000 | – |")
+    assert text[4].startswith("| looped | core | – | 8 | parcae | v1 | – |")
+    assert text[4].endswith(f" 0.2000 ± {half:.4f} |")
+    ends = [line.split("|")[-2].strip() for line in text[5:8]]
+    assert ends == ["0.0500", "0.4000", "0.2000"]
+    assert "- Source, looped: CORE 14.0." in text
 
 
 # -- the program
@@ -255,7 +259,7 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
     command = ["components", "--seeds", "0", "--data", str(packed), "--out", "results/x.1"]
     wanted = [*command, "--only", "RDM;prelude norm", "--", *SIZES]
     experiments.main(wanted)
-    lines = {line["settings"]["injection"]: line for line in ledger.read_ledger()}
+    lines = {line["settings"]["injection"]: line for line in ledger.read_ledger().values()}
     text = (here / "results/x.1.md").read_text()
     rows = {"diagonal": "+ prelude norm", "concat": "RDM: concat, per batch"}
     for injection, row in rows.items():
@@ -303,18 +307,6 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
     )
     assert "# 2 of 2 trainings are left to do" in capsys.readouterr().out
 
-    # a finished run of train.py counts as well
-    (here / ledger.LEDGER).unlink()
-    runs = sorted(str(path.parent) for path in here.glob("elsewhere/studies/*/log.jsonl"))
-    damaged = here / "damaged"
-    shutil.copytree(runs[0], damaged)
-    config = json.loads((damaged / "config.json").read_text())
-    (damaged / "config.json").write_text(json.dumps(config | {"git": {}}))
-    line = ["import", *runs, str(damaged)]
-    refused(capsys, lambda: experiments.main(line), "is not a whole run's", f"leave {damaged} out")
-    experiments.main(wanted)
-    assert not (here / "runs").exists()
-
     wild = ["--muon-lr", "1e30", "--adam-lr", "1e30"]
     gains = [
         "gains",
@@ -340,7 +332,7 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
         "constrained;prelude norm",
     ]
     args = experiments.parse_args([*command, "--", *SIZES])
-    jobs = experiments.jobs_of(args, tables_of("components", "nano"))
+    jobs = experiments.jobs_of(args, arms_of(args))
     jobs[0].path.mkdir(parents=True)
     (jobs[0].path / "config.json").write_text("{")  # damaged
     refused(
@@ -349,7 +341,7 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
         "1 of the trainings failed",
         "is damaged",
     )
-    assert [line["run"] for line in ledger.read_ledger()] == [str(jobs[1].path)]
+    assert [line["run"] for line in ledger.read_ledger().values()] == [str(jobs[1].path)]
 
 
 @pytest.mark.parametrize("line, words", [
@@ -358,12 +350,11 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
     ("gains --seeds 0;1", "argument --seeds: 0;1 is not a whole number"),
     ("components --only nothing --dry-run", "--only nothing fits no arm"),
     ("gains --dry-run -- --mu-bwd 9", "--mu-bwd 9 exceeds"),
-    ("gains --data none", "no manifest.json in none"),
-    ("gains --data none --dry-run", "no manifest.json in none"),
+    ("gains --data none", "--data none holds no packed rows"),
     ("gains --dry-run -- --seed 5", "--seed after --"),
     ("gains --dry-run -- --warmup 0 --out=x", "--out after --"),
     ("gains --dry-run -- --stop-at 3", "--stop-at after --"),
-    ("gains --dry-run --only ;", "--only: ';' has no text"),
+    ("gains --dry-run --only ;", "fits no arm"),
 ])  # fmt: skip
 def test_bad_input_is_refused_in_one_line(line, words, capsys, here):
     refused(capsys, lambda: experiments.main(line.split()), words)
@@ -443,7 +434,7 @@ def test_of_equal_lines_the_last_counts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for loss in (3.0, 2.0):
         ledger.append({"settings": {"a": 1}, "data": "d", "loss": {"8": loss}, "evals": []})
-    (line,) = ledger.read_ledger()
+    (line,) = ledger.read_ledger().values()
     assert line["loss"] == {8: 2.0}
 
 
@@ -451,35 +442,38 @@ def test_another_validation_set_is_another_run():
     flags = ["--preset", "nano", "--tokens", "1e6"]
     usual, _ = ledger.wanted_settings(flags)
     other, _ = ledger.wanted_settings([*flags, "--eval-tokens", "5e4"])
-    assert ledger.same_run({"settings": usual}, usual)
-    assert not ledger.same_run({"settings": usual}, other)
+    assert ledger.identity(usual) != ledger.identity(other)
 
 
 def made_line(loss, **more):
-    return {"loss": loss, "mu_rec": 8, "diverged_at": None, "unigram": None} | more
+    usual = {"loss": loss, "seed": 0, "mu_rec": 8, "diverged_at": None, "unigram": None}
+    return usual | more
 
 
 def test_differences_are_of_the_same_seeds():
-    euler = {seed: made_line({8: loss}) for seed, loss in enumerate((4.0, 5.0, 6.0))}
-    zoh = {2: made_line({8: 5.9}), 1: made_line({8: 4.8})}
+    euler = [made_line({8: loss}, seed=seed) for seed, loss in enumerate((4.0, 5.0, 6.0))]
+    zoh = [made_line({8: 4.8}, seed=1), made_line({8: 5.9}, seed=2)]
     arms = [Arm("r", "euler", runs=euler), Arm("r", "zoh", runs=zoh)]
-    (found,) = pages.differences(arms, EXPERIMENTS["gains"], "mu")
-    assert sorted(found.values) == pytest.approx([-0.2, -0.1])
-    assert "-0.1500 ±" in "\n".join(pages.difference_table([arms], EXPERIMENTS["gains"]))
+    (found,) = pages.differences(arms, EXPERIMENTS["gains"])
+    assert sorted(found.values["mu_rec"]) == pytest.approx([-0.2, -0.1])
+    assert "-0.1500 ±" in "\n".join(pages.difference_table([found], EXPERIMENTS["gains"]))
 
 
 def test_cells_by_hand():
-    assert pages.cell([made_line({8: 2.0})], "mu", "perplexity") == f"{math.exp(2):.2f}"
-    assert "stuck" in pages.cell([made_line({8: 6.9}, unigram=7.0)], "mu", "loss")
-    assert "stuck" not in pages.cell([made_line({8: 6.5}, unigram=7.0)], "mu", "loss")
-    rules = {"protocol": "dclm", "baselines": "v1", "max_per_task": 100}
-    assert pages.other_rules(rules) == ", protocol dclm, max_per_task 100"
-    base, arm = Arm("a", source={"mu": math.e}), Arm("b", source={"mu": math.e**2})
-    said = pages.sentence(pages.Difference(arm, base, np.array([0.1, 0.2])), "perplexity")
+    def cell(loss, unit="loss", **more):
+        return pages.cell(Arm(runs=[made_line({8: loss}, **more)]), "mu_rec", unit)
+
+    assert cell(2.0, "perplexity") == f"{math.exp(2):.2f}"
+    assert "stuck" in cell(6.9, unigram=7.0)
+    assert "stuck" not in cell(6.5, unigram=7.0)
+    base = Arm("a", source={"mu_rec": str(math.e)})
+    arm = Arm("b", source={"mu_rec": str(math.e**2)})
+    values = pd.DataFrame({"mu_rec": [0.1, 0.2]})
+    said = pages.sentence(pages.Difference(arm, base, values), "perplexity")
     assert "source 2.0000 against 1.0000" in said
 
 
-def test_held_out_runs_are_others_of_the_same_model_and_rows():
+def test_held_out_runs_are_others_of_the_same_model_and_rows(monkeypatch):
     def line(data="d", diverged_at=None, **settings):
         usual = {"steps": 1, "seed": 0, "mu_rec": 8, "mu_bwd": 4, "gain": "zoh"}
         return {"settings": usual | settings, "data": data, "diverged_at": diverged_at}
@@ -487,4 +481,6 @@ def test_held_out_runs_are_others_of_the_same_model_and_rows():
     fitted = [line()]
     wanted = line(steps=2, seed=1, mu_rec=4, mu_bwd=2)
     others = [line("other"), line(gain="euler"), line(steps=3, diverged_at=5)]
-    assert pages.held_out(fitted, [*fitted, wanted, *others]) == [wanted]
+    lines = dict(enumerate([*fitted, wanted, *others]))
+    monkeypatch.setattr(pages, "read_ledger", lambda: lines)
+    assert pages.held_out(fitted) == [wanted]

@@ -168,6 +168,12 @@ def run_all(jobs: list[Job], args) -> None:
         list(pool.map(launch, jobs, repeat(args.ranks), repeat(threads)))
 
 
+def refuse_failed(jobs: list[Job]) -> None:
+    text = jobs[0].output()
+    last = text.read_text(errors="replace").strip().split("\n")[-1]
+    fail(f"{len(jobs)} of the trainings failed; {text} ends with: {last}")
+
+
 def evaluate_core(jobs: list[Job], args) -> None:
     """core_eval.py on finished runs that are here; adds their lines again, with scores."""
     for job in jobs:
@@ -197,6 +203,14 @@ def look_up(jobs: list[Job], rows: str) -> list[Job]:
         names = " and ".join(sorted(used))
         fail(f"{ledger.LEDGER} has such runs on rows {names}; give one of these as --data")
     return [job for job in jobs if not job.line]
+
+
+def fill_arms(jobs: list[Job]) -> None:
+    """Gives each arm the lines of its jobs, by seed."""
+    for job in jobs:
+        if job.line:
+            for arm in job.arms:
+                arm.runs.append(job.line)
 
 
 def rows_hash(jobs: list[Job], args) -> str:
@@ -270,6 +284,8 @@ def settle(args) -> None:
         fail(f"{name} after -- is not for you to set; leave it out, --seeds and --data go before")
     args.seeds = args.seeds or range(experiment.seeds if small else 1)
     rows = "-stdlib" if small and not args.data else ""
+    if args.page and args.data and not (Path(args.data).is_dir() or args.out):
+        fail(f"--page of rows {args.data}, which are no folder here, needs --out results/NAME")
     args.out = args.out or Path(f"results/{args.name}-{args.scale}{rows}")
 
 
@@ -296,14 +312,11 @@ def main(argv=None):
     if args.core:
         evaluate_core(jobs, args)
     failed = look_up(jobs, rows)
-    for job in jobs:
-        for arm in job.arms:
-            arm.runs += [job.line] if job.line else []
-    write_page(args, tables)
+    fill_arms(jobs)
+    if len(failed) < len(jobs) or args.page:
+        write_page(args, tables)
     if failed and not args.page:
-        text = failed[0].output()
-        last = text.read_text(errors="replace").strip().split("\n")[-1]
-        fail(f"{len(failed)} of the trainings failed; {text} ends with: {last}")
+        refuse_failed(failed)
 
 
 if __name__ == "__main__":

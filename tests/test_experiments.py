@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import math
 from types import SimpleNamespace
 

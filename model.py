@@ -536,7 +536,7 @@ class ModelConfig:
         return flops_per_token(self, INJECTIONS[self.injection], attention)
 
 
-# Presets: paper, tables "Model definitions", heads 128 wide; `nano` and `tiny` are for CPUs.
+# Presets: paper, tables "Model definitions", heads 128 wide; `nano` is for CPUs.
 
 
 def large(d_model: int, layers: int) -> ModelConfig:
@@ -579,32 +579,26 @@ NANO = replace(
     state_init="zero",
     token_shift=True,
 )
-TINY = ModelConfig(vocab_size=4096, d_model=128, n_head=2, d_mlp=512)
 RDM_LARGE = ModelConfig(vocab_size=65536, seq_len=2048, d_model=1024, n_head=8, mu_rec=16)
 RDM_NANO = rdm_setup(replace(SMALL, token_shift=True), d_mlp=176)
-RDM_TINY = rdm_setup(TINY, d_mlp=352)
 RDM_100M = rdm_setup(RDM_LARGE, d_mlp=3520)
 RDM_LARGER = replace(RDM_LARGE, d_model=2048, n_head=16, n_core=2, mu_rec=8, mu_bwd=0)
 RDM_350M = rdm_setup(RDM_LARGER, d_mlp=7040)
 PRESETS = {
     "nano": NANO,
-    "tiny": TINY,
     "parcae-140m": large(768, 2),
     "parcae-370m": large(1024, 4),
     "parcae-770m": large(1280, 6),
     "parcae-1.3b": large(1536, 8),
     "transformer-nano": flat(NANO),
-    "transformer-tiny": flat(TINY),
     "transformer-140m": flat(large(768, 2)),
     "transformer-370m": flat(large(1024, 4)),
     "transformer-770m": flat(large(1280, 6)),
     "transformer-1.3b": flat(large(1536, 8)),
     "parcae-rdm-nano": RDM_NANO,
-    "parcae-rdm-tiny": RDM_TINY,
     "parcae-rdm-100m": RDM_100M,
     "parcae-rdm-350m": RDM_350M,
     "rdm-nano": rdm(RDM_NANO),
-    "rdm-tiny": rdm(RDM_TINY),
     "rdm-100m": rdm(RDM_100M),
     "rdm-350m": rdm(RDM_350M),
 }

@@ -15,7 +15,7 @@ GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$GPUS" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     GPUS=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[0-9GM]' || true) # indices or names
 fi
-PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo nano)} # network and recipe: nano, tiny, parcae-…
+PRESET=${PRESET:-$([ "$GPUS" -gt 0 ] && echo parcae-140m || echo nano)} # network and recipe: nano, parcae-…
 DATA=${DATA:-$([ "$GPUS" -gt 0 ] && echo fineweb-edu || echo stdlib)}   # stdlib, fineweb-edu, or a folder of texts
 ARMS=${ARMS:-$([ "$GPUS" -gt 0 ] && echo euler zoh || echo euler flat zoh)} # a training each, matched in all else; flat: no loop
 TOKENS=${TOKENS:-}                                                      # of each training (default: the preset's)

@@ -116,7 +116,6 @@ RECIPES = {
     "nano": Recipe(
         tokens=6.9e6, batch_size=16, adam_lr=6.4e-2, muon_lr=2e-2, momentum_warmup=0, eval_tokens=400e3
     ),
-    "tiny": Recipe(tokens=30e6, batch_size=16, adam_lr=8e-3, muon_lr=2e-2, momentum_warmup=0, eval_tokens=400e3),
     # paper, "Parcae and RDM comparison"; batch, row length and tokens are our choice
     "rdm-100m": Recipe(
         tokens=10e9, batch_size=256, adam_lr=4e-4, muon_lr=0, optimizer="adamw", warmup=4096, cooldown=4096
@@ -126,9 +125,6 @@ RECIPES = {
     ),
     "rdm-nano": Recipe(
         tokens=6.9e6, batch_size=16, adam_lr=6.4e-3, muon_lr=0, optimizer="adamw", warmup=50, eval_tokens=400e3
-    ),
-    "rdm-tiny": Recipe(
-        tokens=30e6, batch_size=16, adam_lr=1e-3, muon_lr=0, optimizer="adamw", warmup=50, eval_tokens=400e3
     ),
 }  # fmt: skip
 CORE_EXAMPLES = 32  # a task of --core-every; ten-shot tasks need 11

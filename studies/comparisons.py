@@ -3,7 +3,7 @@ The comparisons of the sources as data: every experiment's arms, each a line of 
 with its place in a table and the source's numbers. Sources: the paper (Parcae; Prairie et al.
 2026) and the post (Exact-ZOH; Huang 2026).
 
-At the small scales (`nano`, `tiny`) an arm trains `budget` tokens for each parameter of the
+At the small scale (`nano`) an arm trains `budget` tokens for each parameter of the
 preset of that name (the RDM's models are smaller); at the others the source's tokens. To add a
 comparison, write a function of the scale's name under @experiment(…).
 """
@@ -20,10 +20,10 @@ from train import RECIPES
 SOURCES = Path(__file__).with_name("sources.csv")  # of: a depth, or a score
 
 LENGTHS = {"140m": 11.2e9, "370m": 29.6e9, "770m": 61.6e9, "1.3b": 104e9}  # the paper's tokens
-SMALL = ("nano", "tiny")
-UP_TO_80 = (20, 40, 80)  # tokens a parameter of the small scales
-TRANSFORMER = ("nano", "tiny", "140m", "370m", "770m", "1.3b")  # sizes of the paper's two setups
-RDM = ("nano", "tiny", "100m", "350m")
+SMALL = "nano"
+UP_TO_80 = (20, 40, 80)  # tokens a parameter at the small scale
+TRANSFORMER = ("nano", "140m", "370m", "770m", "1.3b")  # sizes of the paper's two setups
+RDM = ("nano", "100m", "350m")
 
 
 @dataclass
@@ -120,7 +120,7 @@ def gains(scale):
     recipes = {"Fixed no-SD": no_stochastic_depth(scale), "Paper-style": ""}
     decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
     arms = []
-    if scale in SMALL:
+    if scale == SMALL:
         for name, budget, decay in product(recipes, UP_TO_80, decays):
             row = f"{name}, decay {decay}, {budget} tokens/parameter"
             arms += both_gains(row, f"{recipes[name]} {decays[decay]}", budget=budget)
@@ -154,7 +154,7 @@ def stability(scale):
     """
     rates = [2e-4, 4e-4, 6e-4, 8e-4, 1e-3]
     factor = 1
-    if scale in SMALL:
+    if scale == SMALL:
         rates.append(4e-3)
         factor = 16
     tokens = 3.8e9 if scale == "350m" else 1.1e9  # ten a parameter
@@ -203,7 +203,7 @@ LAW = ("validation loss", "loss by depth")
 def baseline(scale):
     """The paper trains 80 tokens a parameter. The last two rows of a column are ours."""
     arms = []
-    for budget in UP_TO_80 if scale in SMALL else (80,):
+    for budget in UP_TO_80 if scale == SMALL else (80,):
         at = {"col": f"{budget} tokens/parameter", "budget": budget}
         at["tokens"] = LENGTHS.get(scale, 0)
         arms += [
@@ -223,7 +223,7 @@ def baseline(scale):
     seeds=1,
 )
 def bridge(scale):
-    """The looped model and its flat twin with `tiny`'s shape, and all else as in `nano`."""
+    """The looped model and its flat twin at twice the width and four times the vocabulary, all else as in `nano`."""
     size = "--vocab-size 4096 --d-model 128 --n-head 2 --d-mlp 512"
     at = {"flags": size, "tokens": 30e6, "budget": 0}
     return [[Arm("Transformer", preset="transformer", **at), Arm("Parcae", **at)]]
@@ -358,11 +358,9 @@ CURVES = {
     "panels": LAW,
     "seeds": 1,
 }
-# In FLOPs. The budgets of `nano` are 11 to 170 tokens a parameter at mu_rec 8, those of `tiny` 3
-# to 50.
+# In FLOPs. The budgets of `nano` are 11 to 170 tokens a parameter at mu_rec 8.
 BUDGETS = {
     "nano": (1.5e13, 3e13, 6e13, 12e13, 24e13),
-    "tiny": (1e14, 4e14, 16e14),
     "140m": (1e18, 2e18, 4e18, 8e18, 16e18, 64e18),
     "370m": (32e18, 64e18, 128e18),
 }
@@ -373,7 +371,7 @@ BUDGETS = {
 )
 def isoflop(scale):
     """mu_rec 1 is the paper's fixed-depth baseline."""
-    mus = (1, 2, 3, 4, 6, 8) if scale in SMALL else (1, 2, 4, 6, 8, 10, 12)
+    mus = (1, 2, 3, 4, 6, 8) if scale == SMALL else (1, 2, 4, 6, 8, 10, 12)
     arms = []
     for flops, mu in product(BUDGETS[scale], mus):
         flags = "--sampling fixed --mu-rec 1" if mu == 1 else f"--mu-rec {mu}"

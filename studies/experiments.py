@@ -72,7 +72,7 @@ class Job:
 
 
 def preset(family: str, scale: str) -> str:
-    """The small scales' Parcae has the scale's name alone."""
+    """The small scale's Parcae has the scale's name alone."""
     name = f"{family}-{scale}"
     return name if name in PRESETS else scale
 
@@ -82,10 +82,10 @@ def length_flags(arm: Arm, args) -> list[str]:
     if arm.flops:
         return ["--flops", f"{arm.flops:g}"]
     tokens = arm.tokens
-    if arm.equal_flops or args.scale in SMALL:
+    if arm.equal_flops or args.scale == SMALL:
         name = preset("parcae", args.scale)
         looped = train.model_config(train.parse_args(["--preset", name, *args.extra]))
-    if args.scale in SMALL and arm.budget:
+    if args.scale == SMALL and arm.budget:
         tokens = arm.budget * parameter_count(looped)
         recipe = train.recipe_of(name).tokens
         whole = round(tokens / recipe) * recipe
@@ -226,7 +226,7 @@ def rows_hash(jobs: list[Job], args) -> str:
         return args.data or ""
     if args.dry_run:
         return "not at hand"
-    if args.scale not in SMALL and not args.data:
+    if args.scale != SMALL and not args.data:
         fail(f"--scale {args.scale} needs --data, e.g. data/fineweb-edu-v32768/rows-2048-crop")
     return train.open_data(given, cfg, ONE_PROCESS).sha256()
 
@@ -250,10 +250,10 @@ def parse_args(argv):
     add = parser.add_argument
     add("name", choices=EXPERIMENTS, help="the comparison")
     add("--scale", default="nano", help="size of the presets (default: %(default)s)")
-    seeds = "between commas (default: the comparison's own at nano and tiny, else 0)"
+    seeds = "between commas (default: the comparison's own at nano, else 0)"
     add("--seeds", type=numbers, help=seeds)
     rows = "packed rows, or for --page the beginning of their hash"
-    add("--data", help=f"{rows} (default at nano and tiny: Python's own library)")
+    add("--data", help=f"{rows} (default at nano: Python's own library)")
     only = "arms whose name has one of these texts, between semicolons (default: all)"
     add("--only", type=texts, default=[""], help=only)
     jobs = 1 if torch.cuda.is_available() else os.cpu_count() or 1
@@ -276,7 +276,7 @@ def parse_args(argv):
 def settle(args) -> None:
     """Fills in defaults that depend on others, and refuses what does not fit together."""
     experiment = EXPERIMENTS[args.name]
-    small = args.scale in SMALL
+    small = args.scale == SMALL
     if args.scale not in experiment.scales:
         names = ", ".join(experiment.scales)
         fail(f"--scale {args.scale} is not a size of {args.name}; choose from {names}")

@@ -595,7 +595,7 @@ def test_speedrun_refuses_what_it_cannot_use_in_one_line(tmp_path):
         ("JOBS", "0", "JOBS=0 is not a whole number"),
         ("DATA", "mine/text", of_others),
     ):
-        own = {"PY": sys.executable, "PRESET": "tiny", "DATA": "mine/text", name: value}
+        own = {"PY": sys.executable, "PRESET": "nano", "DATA": "mine/text", name: value}
         line = ["bash", tmp_path / "speedrun.sh"]
         done = subprocess.run(line, env=os.environ | own, capture_output=True, text=True)
         assert done.returncode == 2, done

@@ -344,7 +344,7 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
 
 
 @pytest.mark.parametrize("line, words", [
-    ("stability --scale 140m", "--scale 140m is not a size of stability; choose from nano, tiny, 100m, 350m"),
+    ("stability --scale 140m", "--scale 140m is not a size of stability; choose from nano, 100m, 350m"),
     ("gains --scale 140m", "needs --data"),
     ("gains --seeds 0;1", "argument --seeds: 0;1 is not a whole number"),
     ("components --only nothing --dry-run", "--only nothing fits no arm"),

@@ -26,7 +26,7 @@ from muon import Optimizer, Rates
 from tools.plan import CARDS, plan
 from train import OPTIMIZERS, Batch, recipe_of, training_step
 
-LARGE = [name for name in PRESETS if not name.endswith(("nano", "tiny"))]
+LARGE = [name for name in PRESETS if not name.endswith("nano")]
 
 
 # -- a step on "meta" tensors: shapes as on a card, nothing is computed ------------------------------------------------

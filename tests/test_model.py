@@ -37,6 +37,7 @@ from model import (
     attend,
     config_of,
     discretise,
+    flat,
     parameter_count,
 )
 
@@ -58,7 +59,7 @@ COUNTS = {  # the papers' tables; see SPEC for parcae-rdm-100m, where they print
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*COUNTS, "nano", "transformer-tiny", "rdm-nano"])
+@pytest.mark.parametrize("name", [*COUNTS, "nano", "transformer-nano", "rdm-nano"])
 def test_parameter_counts_are_the_papers_and_the_sum_of_the_parts(name):
     c = PRESETS[name]
     layers, d = c.n_prelude + c.n_core + c.n_coda, c.d_model
@@ -381,8 +382,11 @@ def test_keys_and_uniforms():
 # -- initial weights ---------------------------------------------------------------------------------------------------
 
 
+WIDE = ModelConfig(d_model=128, n_head=2, d_mlp=512)  # enough numbers for their spread
+
+
 def test_initialisation_follows_its_table():
-    m = Model(replace(PRESETS["tiny"], init="scaled"))
+    m = Model(replace(WIDE, init="scaled"))
     m.init_weights(0)
     std = math.sqrt(2 / (5 * 128))
     inputs = (m.wte.weight, m.blocks[1].attn.q.weight, m.blocks[0].mlp.fc.weight, m.C.weight)
@@ -398,7 +402,7 @@ def test_initialisation_follows_its_table():
     assert torch.equal(path.B, torch.eye(128)) and (path.A_log == 0).all()
     decay, gain = discretise(path.A_log, path.dt_bias, "zoh")
     assert torch.allclose(decay, torch.tensor(math.sqrt(0.2))) and torch.allclose(gain, 1 - decay)
-    zero = Model(PRESETS["tiny"])
+    zero = Model(WIDE)
     zero.init_weights(0)
     assert not zero.blocks[0].attn.o.weight.any() and not zero.blocks[1].mlp.proj.weight.any()
 
@@ -416,7 +420,7 @@ class OwnInjection(AddInjection):
 
 
 def test_no_two_matrices_are_drawn_alike_and_both_signs_occur():
-    model = Model(replace(PRESETS["tiny"], init="scaled"))
+    model = Model(replace(WIDE, init="scaled"))
     model.init_weights(0)
     drawn = [p for name, p in model.named_parameters() if p.dim() == 2 and "injection" not in name]
     for i, p in enumerate(drawn):
@@ -489,9 +493,8 @@ def test_a_law_that_gives_no_depths_is_named(law, monkeypatch):
 
 def test_matched_models_share_initial_weights():
     """Changing the gain, the injection or the looping changes no parameter that both models have."""
-    tiny = PRESETS["tiny"]
-    configs = [tiny, replace(tiny, gain="zoh"), replace(tiny, injection="concat")]
-    models = [Model(c) for c in (*configs, PRESETS["transformer-tiny"])]
+    configs = [ModelConfig(), ModelConfig(gain="zoh"), ModelConfig(injection="concat")]
+    models = [Model(c) for c in (*configs, flat(ModelConfig()))]
     for m in models:
         m.init_weights(3)
     for a, b in pairwise(models):

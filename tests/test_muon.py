@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 
 import muon
 from looped.machine import Place, take_from_first
-from model import PRESETS, Model
+from model import Model, ModelConfig
 from muon import POLAR_EXPRESS, AdamW, Muon, Optimizer, Rates, polar_express
 
 SHAPES = {"a": (6, 4), "b": (6, 4), "c": (4, 6), "d": (5, 5), "e": (7, 3), "f": (11,)}
@@ -194,7 +194,7 @@ def test_state_survives_a_save_in_another_number_of_ranks(monkeypatch):
 
 
 def test_groups_cover_every_parameter_as_the_paper_lists():
-    model = Model(PRESETS["tiny"])
+    model = Model(ModelConfig())
     muon = model.muon_parameters()
     assert len(muon) == 3 * 6 and all(p.ndim == 2 for n, p in model.named_parameters() if n in muon)
     rest = {name for name, _ in model.named_parameters()} - muon

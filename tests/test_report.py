@@ -19,7 +19,7 @@ from tools import report
 DEPTHS, STEPS, STEP_TOKENS, UNIGRAM = (1, 2, 4, 8, 16), 160, 4096, 7.0123
 SHIFTS = {0: 0.2, 1: 0.9, 2: 0.4, 4: 0.1, 8: 0.0, 16: 0.005}  # of the loss by depth
 CONFIG = {
-    "args": {"preset": "tiny", "seed": 0, "tokens": 2.2e6, "muon_lr": 0.008},
+    "args": {"preset": "nano", "seed": 0, "tokens": 2.2e6, "muon_lr": 0.008},
     "model": {"d_model": 128, "mu_rec": 8, "n_core": 1, "gain": "euler"},
     "params": 1_180_000,
     "flops_per_token": 2.5e7,
@@ -58,7 +58,7 @@ def records(seed, shift, steps, depths, flat):
 
 
 def make_run(
-    path, gain="euler", seed=0, shift=0.0, steps=STEPS, preset="tiny", depths=DEPTHS, **config
+    path, gain="euler", seed=0, shift=0.0, steps=STEPS, preset="nano", depths=DEPTHS, **config
 ):
     """A run as train.py leaves it."""
     flat = preset.startswith("transformer")
@@ -160,7 +160,7 @@ def test_tables_equal_a_second_computation(tmp_path, run_report):
 
 
 def test_the_report_opens_with_one_sentence_and_the_losses_by_depth(tmp_path, run_report):
-    flat = make_run(tmp_path / "flat", preset="transformer-tiny", depths=(0,))
+    flat = make_run(tmp_path / "flat", preset="transformer-nano", depths=(0,))
     loop = make_run(tmp_path / "loop")
     run_report(loop, flat)
     lines = (tmp_path / "report.md").read_text().split("\n")
@@ -266,7 +266,7 @@ def test_a_flag_that_one_run_was_not_given_differs(tmp_path):
 
 
 def test_the_flat_twin_differs_in_one_thing_and_so_do_the_gains(tmp_path, run_report):
-    preset = "transformer-tiny"
+    preset = "transformer-nano"
     runs = [make_run(tmp_path / "euler"), make_run(tmp_path / "zoh", "zoh")]
     network = {"mu_rec": 0, "n_core": 0, "n_prelude": 3, "gain": "zoh"}
     flat = make_run(tmp_path / "flat", preset=preset, depths=(0, 8), shift=0.2, model=network)

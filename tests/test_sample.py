@@ -13,12 +13,12 @@ from looped.cache import KVCache
 from looped.files import file_hash
 from looped.randomness import sequence_key
 from looped.tokenizer import save_tokenizer
-from model import PRESETS, Model
+from model import PRESETS, Model, ModelConfig
 from tools import sample
 from tools.sample import Depth, Sampling, pick, read
 
 SMALL = {"vocab_size": 64, "seq_len": 12, "d_model": 16, "n_head": 2, "d_mlp": 24, "mu_bwd": 0}
-LOOP = dataclasses.replace(PRESETS["tiny"], **SMALL, mu_rec=5)
+LOOP = ModelConfig(**SMALL, mu_rec=5)
 VARIANTS = [
     ("injection", "add"), ("injection", "concat"), ("injection", "none"), ("gain", "zoh"), ("block", "resnorm"),
     ("mlp", "swiglu"), ("value_embeds", False), ("qk_norm", False), ("token_shift", True), ("readout", False), ("prelude_norm", False),
@@ -26,7 +26,7 @@ VARIANTS = [
     ("mechanism", "attnres"), ("mechanism", "hyper"),
 ]  # fmt: skip
 SHAPES = {f"{key} {value}": dataclasses.replace(LOOP, **{key: value}) for key, value in VARIANTS}
-for preset in ("transformer-tiny", "rdm-tiny", "parcae-rdm-tiny"):
+for preset in ("transformer-nano", "rdm-nano", "parcae-rdm-nano"):
     SHAPES[preset] = dataclasses.replace(PRESETS[preset], **SMALL)
 
 
@@ -139,7 +139,7 @@ def test_exits_equal_their_definition(threshold):
     ids, keys = padded(rows, row_keys)
     depth = Depth(7, threshold)
     seen = set()
-    for name in ("n_core 3", "rdm-tiny", "token_shift True"):
+    for name in ("n_core 3", "rdm-nano", "token_shift True"):
         model = make(SHAPES[name])
         hidden, taken = read(model, ids, keys, KVCache(model, 12, 7), depth)
         logits = model.head(hidden).log_softmax(-1)
@@ -193,7 +193,7 @@ def test_a_sample_depends_on_no_other_row(depth):
 
 
 @pytest.mark.parametrize(
-    "name", ["n_core 3", "transformer-tiny", "mechanism attnres", "mechanism hyper"]
+    "name", ["n_core 3", "transformer-nano", "mechanism attnres", "mechanism hyper"]
 )
 def test_greedy_text_is_the_argmax_of_the_whole_text_read_anew(name):
     model = make(SHAPES[name])

@@ -344,13 +344,13 @@ def test_advice_is_measured_optima_and_what_their_power_law_gives(tmp_path, caps
 
     run_fit(tmp_path, made(noise=0.0005, budgets=(1e18, 4e18, 16e18)))
     file = ["--fit", str(tmp_path / "out" / "fit.json")]
-    refused(capsys, lambda: scaling_laws.main([*argv, "--preset", "tiny"]), "the paper has no law")
+    refused(capsys, lambda: scaling_laws.main([*argv, "--preset", "nano"]), "the paper has no law")
     other = [*argv, "--preset", "parcae-370m", *file]
     refused(capsys, lambda: scaling_laws.main(other), "is of another model")
 
 
 def test_lines_of_the_ledger_give_the_rows_of_their_runs():
-    cfg = laws.config_at("tiny", 4)
+    cfg = laws.config_at("nano", 4)
     line = {
         "settings": dataclasses.asdict(cfg) | {"seed": 3},
         "run": "a",

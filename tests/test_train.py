@@ -266,7 +266,7 @@ def test_matched_pair_differs_in_the_gain_alone(base, packed, tmp_path):
 
 
 @pytest.mark.parametrize("preset, recipe", [
-    ("parcae-140m", "140m"), ("mine-nano", "nano"), ("parcae-rdm-nano", "rdm-nano"), ("tiny", "tiny"),
+    ("parcae-140m", "140m"), ("mine-nano", "nano"), ("parcae-rdm-nano", "rdm-nano"),
 ])  # fmt: skip
 def test_a_presets_name_ends_in_its_recipes(preset, recipe, capsys):
     assert train.recipe_of(preset) is train.RECIPES[recipe]
@@ -907,8 +907,8 @@ def test_muons_flags_are_refused_with_adamw(name, capsys):
 
 
 def test_a_flat_preset_with_a_core_is_looped():
-    looped = "--preset transformer-tiny --n-prelude 1 --n-core 1 --n-coda 1 --mu-rec 8"
-    assert train.model_config(train.parse_args(looped.split())) == PRESETS["tiny"]
+    looped = "--preset transformer-nano --n-prelude 1 --n-core 1 --n-coda 1 --mu-rec 8"
+    assert train.model_config(train.parse_args(looped.split())) == PRESETS["nano"]
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def row(preset: str, found: Plan) -> list:
 
 def main(argv=None):
     parser = Parser(description=__doc__, prog="python -m tools.plan")
-    large = [name for name in PRESETS if not name.endswith(("nano", "tiny"))]
+    large = [name for name in PRESETS if not name.endswith("nano")]
     add = parser.add_argument
     add("presets", nargs="*", metavar="PRESET", default=large, help="(default: the large ones)")
     add("--card", action="append", choices=CARDS, help="may be given again (default: H100)")

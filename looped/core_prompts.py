@@ -27,8 +27,23 @@ class Question:
     """A row that is asked, and the solved ones that come before it."""
 
     group: int  # of the averages within a category
-    row: dict
-    shots: list[dict]
+    texts: list[tuple[str, str]]  # (context, answer) of each option
+    gold: int  # the right option; of lm the only one
+    shots: list[str]
+
+
+def option_texts(row: dict, kind: str, protocol: str) -> list[tuple[str, str]]:
+    """(context, answer) of each option, stripped as the protocol does: dclm strips all but what
+    comes in lists.
+    """
+    if kind == "mc":
+        query = row["query"].strip() if protocol == "dclm" else row["query"]
+        return [(query, choice) for choice in row["choices"]]
+    answer = row["continuation"] if protocol == "parcae" else row["continuation"].strip()
+    if kind == "schema":
+        return [(context, answer) for context in row["context_options"]]
+    context = row["context"] if protocol == "lambada" else row["context"].strip()
+    return [(context, answer)]
 
 
 def parcae_shots(seed, n, shots):
@@ -54,46 +69,34 @@ def dclm_shots(seed, n, shots):
         yield list(chosen)
 
 
-def stripped(row: dict) -> dict:
-    """dclm strips the texts, but not the choices."""
-    return {k: v.strip() if isinstance(v, str) else v for k, v in row.items()}
-
-
 def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
     """The examples of a task, in the order of scoring.
 
     parcae cuts to `limit` before it draws shots. dclm has no limit of its own: there rows are cut
     after the shots are drawn, an equal share of each category.
     """
-    pools = defaultdict(list)  # what shots are drawn from, by category
     if protocol == "parcae":
         rows = list(rows)
         random.Random(1337).shuffle(rows)
-        pools[""] = rows[:limit]
-    elif protocol == "dclm":
-        for row in rows:
-            row = stripped(row)
-            pools[row["category"] if task.by_category else ""].append(row)
-    else:
-        pools[""] = rows
+        rows = rows[:limit]
+    pools = defaultdict(list)  # what shots are drawn from, by category
+    for row in rows:
+        category = ""
+        if protocol == "dclm" and task.by_category:
+            category = row["category"].strip()
+        texts = option_texts(row, task.kind, protocol)
+        pools[category].append((texts, row.get("gold", 0)))
     share = math.ceil(limit / len(pools)) if limit else None
     draw = dclm_shots if protocol == "dclm" else parcae_shots
     found = []
     for group, (_, pool) in enumerate(sorted(pools.items())):
-        for row, chosen in zip(pool[:share], draw(seed, len(pool), task.shots)):
-            found.append(Question(group, row, [pool[j] for j in chosen]))
+        solved = [task.delimiter.join(texts[gold]) for texts, gold in pool]
+        for (texts, gold), chosen in zip(pool[:share], draw(seed, len(pool), task.shots)):
+            found.append(Question(group, texts, gold, [solved[j] for j in chosen]))
     return found
 
 
 # -- the tokens of an option -----------------------------------------------------------------------
-
-
-@dataclass
-class Option:
-    """One choice, context or continuation, with all that comes before it."""
-
-    tokens: np.ndarray  # (n,) int32
-    first: int  # the scored tokens are tokens[first:]
 
 
 @dataclass
@@ -102,7 +105,6 @@ class Encoder:
 
     encode: Callable  # text -> (n,) int32
     bos: np.ndarray  # (1,)
-    blank: str  # what dclm puts before an answer: a space where " a" is one token, else nothing
 
 
 def line_encoder(enc) -> Encoder:
@@ -124,25 +126,7 @@ def line_encoder(enc) -> Encoder:
         *lines, last = re.split(r"\n(?=\S)", text)
         return np.concatenate([*(tokens(line + "\n") for line in lines), tokens(last)])
 
-    bos = np.array([enc.encode_single_token(BOS)], np.int32)
-    blank = " " if len(tokens(" a")) == 1 else ""
-    return Encoder(encode, bos, blank)
-
-
-def question_text(task, row):
-    if task.kind == "mc":
-        return row["query"]
-    if task.kind == "schema":
-        return row["context_options"][row["gold"]]
-    return row["context"].strip()
-
-
-def solved(task, row):
-    """The text of a shot."""
-    question = question_text(task, row) + task.delimiter
-    if task.kind == "mc":
-        return question + row["choices"][row["gold"]]
-    return question + row["continuation"]
+    return Encoder(encode, np.array([enc.encode_single_token(BOS)], np.int32))
 
 
 def begins(whole, start) -> bool:
@@ -157,119 +141,97 @@ def common_prefix(rows) -> int:
     return n if same.all() else int(same.argmin())
 
 
-def parcae_options(task, question, text: Encoder) -> list[Option]:
-    """What is scored: for mc, what follows the common beginning of all choices; for schema, their
-    common end; for lm, the continuation. No options if the tokens of an lm prompt do not begin with
-    those of the prompt without its continuation.
+# What each protocol makes of a question: the tokens of each option, with all that comes before it,
+# and how many of them, at their end, are scored. BOS is still to be put before them.
+
+
+def parcae_options(task, question: Question, encode) -> list[tuple[np.ndarray, int]]:
+    """Scored is, for mc, what follows the common beginning of all choices; for schema, their common
+    end; for lm, the continuation. No options if the tokens of an lm prompt do not begin with those
+    of the prompt without its continuation.
     """
-    row = question.row
-    before = "".join(solved(task, shot) + "\n\n" for shot in question.shots)
-
-    def encode(prompt):
-        return np.concatenate([text.bos, text.encode(prompt)])
-
+    before = "".join(shot + "\n\n" for shot in question.shots)
+    stems = [before + context + task.delimiter for context, _ in question.texts]
+    prompts = [encode(stem + answer) for stem, (_, answer) in zip(stems, question.texts)]
     if task.kind == "mc":
-        stem = before + row["query"] + task.delimiter
-        prompts = [encode(stem + choice) for choice in row["choices"]]
         shared = common_prefix(prompts)
-        return [Option(x, shared) for x in prompts]
+        return [(prompt, len(prompt) - shared) for prompt in prompts]
     if task.kind == "schema":
-        end = task.delimiter + row["continuation"]
-        prompts = [encode(before + context + end) for context in row["context_options"]]
-        shared = common_prefix([x[::-1] for x in prompts])
-        return [Option(x, len(x) - shared) for x in prompts]
-    stem = before + question_text(task, row) + task.delimiter
-    whole = encode(stem + row["continuation"])
-    start = encode(stem.strip())  # a blank at the stem's end belongs to the continuation
-    if not begins(whole, start):
-        return []
-    return [Option(whole, len(start))]
+        shared = common_prefix([prompt[::-1] for prompt in prompts])
+        return [(prompt, shared) for prompt in prompts]
+    start = encode(stems[0].strip())  # a blank at the stem's end belongs to the continuation
+    return [(prompt, len(prompt) - len(start)) for prompt in prompts if begins(prompt, start)]
 
 
-def dclm_options(task, question, text: Encoder) -> list[Option]:
+def dclm_options(task, question: Question, encode) -> list[tuple[np.ndarray, int]]:
     """Shots, contexts and answers are tokenised apart; the whole answer is scored."""
-    row = question.row
-    shots = "\n".join(solved(task, shot) for shot in question.shots)
+    shots = encode("\n".join(question.shots))
     gap = "\n" if question.shots else ""
-    if task.kind == "schema":
-        contexts = row["context_options"]
-        if question.shots:
-            end = task.delimiter.rstrip()
-            contexts = [gap + context + end for context in contexts]
-    else:
-        context = gap + question_text(task, row) + task.delimiter
-        contexts = [context.rstrip()]
-    answers = row["choices"] if task.kind == "mc" else [row["continuation"]]
-    start = np.concatenate([text.bos, text.encode(shots)])
+    blank = " " if len(encode(" a")) == 1 else ""
     options = []
-    for context in contexts:
-        stem = np.concatenate([start, text.encode(context)])
-        for answer in answers:
-            answer = answer if answer.startswith(" ") else text.blank + answer
-            tokens = np.concatenate([stem, text.encode(answer)])
-            options.append(Option(tokens, len(stem)))
+    for context, answer in question.texts:
+        if task.kind != "schema":
+            context = (gap + context + task.delimiter).rstrip()
+        elif question.shots:
+            context = gap + context + task.delimiter.rstrip()
+        if not answer.startswith(" "):
+            answer = blank + answer
+        scored = encode(answer)
+        options.append((np.concatenate([shots, encode(context), scored]), len(scored)))
     return options
 
 
-def lambada_options(task, question, text: Encoder) -> list[Option]:
-    context = question.row["context"]
-    word = " " + question.row["continuation"].strip()
-    if not begins(text.encode(context + word), text.encode(context)):
+def lambada_options(task, question: Question, encode) -> list[tuple[np.ndarray, int]]:
+    ((context, word),) = question.texts
+    if not begins(encode(f"{context} {word}"), encode(context)):
         context = context.rstrip()
-    start = text.encode(context)
-    return [Option(text.encode(context + word), len(start))]
+    whole = encode(f"{context} {word}")
+    return [(whole, len(whole) - len(encode(context)))]
 
 
 OPTIONS = {"parcae": parcae_options, "dclm": dclm_options, "lambada": lambada_options}
 
 
-def crop(option: Option, context: int, task: Task, protocol: str):
-    """-> (the last `context` tokens, the positions whose next token is scored, what is odd).
+def crop(tokens, scored: int, context: int, task: Task, protocol: str):
+    """-> (the last `context` tokens, how many of them, at their end, are scored, what is odd).
 
-    If that cuts into the scored tokens ("cut"), Parcae slices as Python does: first = 0 gives
-    an empty span, -k the last k tokens. Two public evaluators fail on such an example: dclm's, and
-    Parcae's on an lm task where first = 0. There we score what is left of the answer.
+    If no token is left before the scored ones ("cut"), Parcae slices as Python does: it scores the
+    last k where k of them were cut off. Two public evaluators fail on such an example: dclm's, and
+    Parcae's on an lm task with k = 0. There we score what is left but its first token.
     """
-    over = max(0, len(option.tokens) - context)
-    tokens = option.tokens[over:].copy()  # lets go of the rest
-    first = option.first - over
-    odd = {"cropped"} if over else set()
-    if over and first < 1:
+    odd = set()
+    if len(tokens) > context:
+        odd.add("cropped")
+        tokens = tokens[-context:]
+    cut_off = scored - len(tokens)
+    if cut_off >= 0:
         odd.add("cut")
-        if protocol != "parcae" or (task.kind == "lm" and first == 0):
-            first = 1
-    positions = range(len(tokens))[first - 1 : len(tokens) - 1]
-    if not positions:
+        scored = len(tokens) - 1
+        if protocol == "parcae" and (task.kind != "lm" or cut_off):
+            scored = min(scored, cut_off)
+    if not scored:
         odd.add("empty")
-    return tokens, positions, odd
+    return tokens, scored, odd
 
 
 # -- a task as rows of tokens ----------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Span:
-    """Scored tokens of a row. Identical options share one span."""
-
-    positions: range  # whose next tokens they are
-    targets: np.ndarray  # (len(positions),) they themselves
-
-
-@dataclass
-class Row:
-    """What is fed to the model."""
+class Option:
+    """A choice, context or continuation as the model reads it."""
 
     example: int
-    tokens: np.ndarray
-    spans: list[Span]
+    fed: np.ndarray  # (n,) int32
+    targets: np.ndarray  # the scored tokens: those that follow the last ones of `fed`
 
 
 @dataclass
 class Example:
     number: int
-    gold: int  # the right option; lm: 1; -1: none is
-    spans: list[Span | None]  # of each option; None: nothing is scored
-    odd: set[str]
+    gold: int
+    options: list[Option]  # equal ones are one object; none: the example counts as wrong
+    odd: set[str]  # names of what is odd
 
 
 @dataclass
@@ -280,32 +242,23 @@ class EncodedTask:
     protocol: str
     groups: np.ndarray  # (n,) of all examples
     examples: list[Example]  # of this rank
-    rows: list[Row]
+    rows: list[list[Option]]  # a row is what its first option is fed; the others' begins it
 
 
-def lay_out(number, cropped) -> tuple[list[Row], list[Span | None]]:
-    """Rows and spans of an example from its options' (tokens, positions). The model is causal and
-    all options start from the same states, so an option that is a prefix of another needs no row.
+def share_rows(options) -> list[list[Option]]:
+    """The model is causal and all options start from the same states, so an option that begins
+    another's text needs no row of its own.
     """
     rows = []
-    spans = [None] * len(cropped)
-    known = {}
-    longest_first = sorted(range(len(cropped)), key=lambda i: -len(cropped[i][0]))
-    for i in longest_first:
-        tokens, positions = cropped[i]
-        if not positions:
+    for option in sorted(options, key=lambda option: -len(option.fed)):
+        if not len(option.targets):
             continue
-        same = positions.start, tokens.tobytes()
-        if same not in known:
-            fed = tokens[: positions.stop]
-            home = next((row for row in rows if begins(row.tokens, fed)), None)
-            if home is None:
-                home = Row(number, fed, [])
-                rows.append(home)
-            known[same] = Span(positions, tokens[positions.start + 1 :])
-            home.spans.append(known[same])
-        spans[i] = known[same]
-    return rows, spans
+        home = next((row for row in rows if begins(row[0].fed, option.fed)), None)
+        if home:
+            home.append(option)
+        else:
+            rows.append([option])
+    return rows
 
 
 def encode_task(
@@ -318,16 +271,17 @@ def encode_task(
     asked = questions(task, panel.rows[task.label], protocol, panel.limit, seed)
     groups = np.array([question.group for question in asked])
     work = EncodedTask(task, protocol, groups, [], [])
+    start = text.bos[:0] if protocol == "lambada" else text.bos
     for number in range(place.rank, len(asked), place.world):
-        options = OPTIONS[protocol](task, asked[number], text)
-        gold = asked[number].row.get("gold", 1) if options else -1
-        odd = set() if options else {"not_prefix"}
-        cropped = []
-        for option in options:
-            tokens, positions, strange = crop(option, context, task, protocol)
-            cropped.append((tokens, positions))
-            odd |= strange
-        rows, spans = lay_out(number, cropped)
-        work.rows += rows
-        work.examples.append(Example(number, gold, spans, odd))
+        options = OPTIONS[protocol](task, asked[number], text.encode)
+        example = Example(number, asked[number].gold, [], set() if options else {"not_prefix"})
+        distinct = {}
+        for tokens, scored in options:
+            whole = np.concatenate([start, tokens])
+            tokens, scored, odd = crop(whole, scored, context, task, protocol)
+            option = Option(number, tokens[:-1], tokens[len(tokens) - scored :])
+            example.options.append(distinct.setdefault((scored, tokens.tobytes()), option))
+            example.odd |= odd
+        work.examples.append(example)
+        work.rows += share_rows(distinct.values())
     return work

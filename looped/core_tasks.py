@@ -9,6 +9,7 @@ Sources: DCLM (arXiv 2406.11794) and its eval/heavy.yaml; nanochat's and Parcae'
 
 import hashlib
 import json
+import re
 import time
 import zipfile
 import zlib
@@ -16,7 +17,7 @@ from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from looped.console import DAMAGE, fail, non_negative_int, number, outside
+from looped.console import DAMAGE, fail, outside
 from looped.corpus import fetch_file
 from looped.files import file_hash
 
@@ -138,45 +139,31 @@ TITLES = {
     "own": "own tasks",
 }
 
-
-def delimiter(name: str) -> str:
-    if name not in DELIMITERS:
-        raise ValueError(f"delimiter {name} is not one of {', '.join(DELIMITERS)}")
-    return DELIMITERS[name]
-
-
-# how the settings of one's own task are read
-OWN_TASK_SETTINGS = {
-    "shots": non_negative_int,
-    "chance": number(float, 0, 99.9, "a percentage below 100"),
-    "delimiter": delimiter,
-}
+OWN_TASK = "FILE:KIND[,shots=N][,chance=PERCENT][,delimiter=space|line]"
+OWN_TASK_PATTERN = (
+    r"(?P<file>.+):(?P<settings>(?P<kind>mc|schema|lm)(,shots=(?P<shots>\d{1,4}))?"
+    r"(,chance=(?P<chance>\d\d?(\.\d+)?))?(,delimiter=(?P<delimiter>space|line))?)"
+)
 
 
 def own_task(text: str) -> Task:
-    """FILE:KIND[,shots=N][,chance=PERCENT][,delimiter=space|line] -> a task in no average.
+    """An argparse type: OWN_TASK -> a task in no average.
 
     Its label ends in a hash of the file and of these settings: a result belongs to just them.
     """
-    path, _, settings = text.rpartition(":")
-    path = str(Path(path).resolve())  # never the name of a file in the bundle
-    kind, *pairs = settings.split(",")
-    given = {"shots": 0, "chance": 0.0, "delimiter": DELIMITERS["space"]}
-    form = "give FILE:mc, :schema or :lm, then e.g. ,shots=5,chance=25,delimiter=line"
-    with outside(f"--task {text}", form, (*UNREADABLE, ArgumentTypeError)):
-        if kind not in FIELDS:
-            raise ValueError(f"{kind!r} is no kind of task")
-        content = Path(path).read_bytes() + settings.encode()
-        for pair in pairs:
-            name, _, value = pair.partition("=")
-            if name not in OWN_TASK_SETTINGS:
-                raise ValueError(f"{name} is not one of {', '.join(OWN_TASK_SETTINGS)}")
-            given[name] = OWN_TASK_SETTINGS[name](value)
+    given = re.fullmatch(OWN_TASK_PATTERN, text)
+    if not given:
+        form = f"{OWN_TASK}, in this order; KIND: mc, schema or lm; PERCENT below 100"
+        raise ArgumentTypeError(f"{text} is not {form}")
+    path = Path(given["file"]).resolve()  # never the name of a file in the bundle
+    content = path.read_bytes() + given["settings"].encode()
     digest = hashlib.sha256(content).hexdigest()
-    label = f"{Path(path).stem}-{digest[:8]}"
-    chances = dict.fromkeys(("v1", "v2"), given["chance"])
+    label = f"{path.stem}-{digest[:8]}"
+    delimiter = DELIMITERS[given["delimiter"] or "space"]
+    chances = dict.fromkeys(("v1", "v2"), float(given["chance"] or 0))
     index = int(digest[:12], 16)
-    return Task(label, path, kind, given["shots"], given["delimiter"], chances, index)
+    shots = int(given["shots"] or 0)
+    return Task(label, str(path), given["kind"], shots, delimiter, chances, index)
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -188,29 +175,17 @@ FIELDS = {
 }
 
 
-def check_row(task: Task, row: dict, with_category: bool) -> None:
-    """Raises ValueError with what is wrong with a row."""
-    if type(row) is not dict:
-        raise ValueError("not a JSON object")
-    wanted = dict(FIELDS[task.kind])
-    if with_category:
-        wanted["category"] = str
-    for name, kind in wanted.items():
-        if name not in row:
-            raise ValueError(f"{name} is missing")
+def check_row(row: dict, fields: dict[str, type]) -> None:
+    """Raises an error if the row lacks one of these fields, or holds something else there."""
+    for name, kind in fields.items():
         value = row[name]
         if type(value) is not kind:
             raise ValueError(f"{name} must be {kind.__name__}, and is {value!r:.40}")
         if kind is list:
-            check_options(name, value, row["gold"])
-
-
-def check_options(name: str, options: list, gold: int) -> None:
-    for option in options:
-        if type(option) is not str:
-            raise ValueError(f"{name} must be texts, and one is {option!r:.40}")
-    if not 0 <= gold < len(options):
-        raise ValueError(f"gold {gold} is no place in the {len(options)} {name}")
+            if not all(isinstance(text, str) for text in value):
+                raise ValueError(f"{name} must be texts, and are {value!r:.40}")
+            if not 0 <= row["gold"] < len(value):
+                raise ValueError(f"gold {row['gold']} is no place in the {len(value)} {name}")
 
 
 def parse_rows(blob: bytes, task: Task, with_category: bool = False) -> list[dict]:
@@ -218,16 +193,15 @@ def parse_rows(blob: bytes, task: Task, with_category: bool = False) -> list[dic
 
     Lines end at \\n only: U+0085 occurs inside strings.
     """
+    fields = FIELDS[task.kind] | ({"category": str} if with_category else {})
     rows = []
     for i, line in enumerate(blob.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            check_row(task, row, with_category)
-        except (ValueError, RecursionError) as e:
-            fail(f"{task.file}, line {i}: {e}; mend that line or get the file again")
-        rows.append(row)
+        if line.strip():
+            what = f"{task.file}, line {i}, is no row of kind {task.kind}"
+            with outside(what, "mend that line or get the file again"):
+                row = json.loads(line)
+                check_row(row, fields)
+            rows.append(row)
     return rows
 
 
@@ -259,29 +233,25 @@ def bundle_at(path, rank=0):
 
 def open_bundle(path) -> tuple[dict[str, bytes], str]:
     """The zip, or the folder it holds -> ({folder/file: content}, SHA-256)."""
-    path = Path(path).resolve()
+    path = Path(path)
     if path.is_dir():
         names = sorted(path.rglob("*.jsonl"))
-        files = {short: name.read_bytes() for short, name in short_names(path, names).items()}
-        return files, file_hash(*names)
-    advice = "give another one, or its folder, with --bundle PATH"
-    with outside(f"{path} is not a usable zip file", advice, UNREADABLE):
-        with zipfile.ZipFile(path) as z:
-            names = [name for name in z.namelist() if name.endswith(".jsonl")]
-            files = {short: z.read(name) for short, name in short_names(path, names).items()}
-        return files, file_hash(path)
-
-
-def short_names(path, names) -> dict:
-    """{folder/file: name} of the files in a bundle."""
-    found = {}
-    for name in names:
-        short = "/".join(Path(name).parts[-2:])
-        if short in found:
-            two = f"{found[short]} and {name}"
-            fail(f"{path} holds two files {short}: {two}; remove one of them")
-        found[short] = name
-    return found
+        contents = {name: name.read_bytes() for name in names}
+        sha256 = file_hash(*names)
+    else:
+        advice = "give another one, or its folder, with --bundle PATH"
+        with outside(f"{path} is not a usable zip file", advice, UNREADABLE):
+            with zipfile.ZipFile(path) as z:
+                names = [name for name in z.namelist() if name.endswith(".jsonl")]
+                contents = {Path(name): z.read(name) for name in names}
+            sha256 = file_hash(path)
+    files = {}
+    for name, content in contents.items():
+        short = "/".join(name.parts[-2:])
+        if short in files:
+            fail(f"{path} holds two files {short}, one of them {name}; remove one")
+        files[short] = content
+    return files, sha256
 
 
 # -- the panel -------------------------------------------------------------------------------------
@@ -309,28 +279,26 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
     """The panel with its rows, from a bundle, if it needs one; own: further tasks, with files of
     their own.
     """
-    files, sha256 = {}, None
+    panel = Panel(name, protocol, limit, [*PANELS[name], *own])
+    files = {}
     if name != "own":
-        files, sha256 = open_bundle(path)
+        files, panel.sha256 = open_bundle(path)
     files |= {task.file: Path(task.file).read_bytes() for task in own}
-    panel = Panel(name, protocol, limit, [*PANELS[name], *own], sha256=sha256)
+    why = ""
     for task in panel.tasks:
         if task.file not in files:
-            panel.missing[task.label] = f"{task.file} is not there"
+            why = f"{task.file} is not there"
+            panel.missing[task.label] = why
             continue
-        with_category = task.by_category and protocol == "dclm"
-        rows = parse_rows(files[task.file], task, with_category)
+        rows = parse_rows(files[task.file], task, task.by_category and protocol == "dclm")
         n = min(len(rows), limit or len(rows))
         # dclm takes fewer shots rather than fail
-        needed = 0 if protocol in ("dclm", "lambada") else task.shots
-        if n > needed:
+        if n > (task.shots if protocol == "parcae" else 0):
             panel.rows[task.label] = rows
         else:
             why = f"{task.shots} shots need more than the {n} examples of {task.file}"
-            if task in own:
-                fail(f"--task: {why}; give more examples or fewer shots")
             panel.missing[task.label] = why
     if not any(task.label in panel.rows for task in panel.averaged):
-        advice = "give the zip, or the folder it holds, with --bundle PATH"
-        fail(f"{path} has no task of {TITLES[name]}; {advice}")
+        place = path or "--task"
+        fail(f"{place} has no task of {TITLES[name]} that can be run ({why}); give another --bundle")
     return panel

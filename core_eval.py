@@ -19,6 +19,7 @@ import functools
 import itertools
 import math
 import sys
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from dataloader import PackedData
@@ -42,36 +44,29 @@ from looped.console import (
     positive_int,
     run_cli,
 )
-from looped.core_prompts import EncodedTask, Example, Row, encode_task, line_encoder
-from looped.core_results import (
-    ODDITIES,
-    describe,
-    earlier,
-    put_aside,
-    save,
-    summarise,
-    task_entry,
-)
-from looped.core_tasks import BUNDLE, PANELS, Panel, bundle_at, load_panel, own_task
+from looped.core_prompts import EncodedTask, Example, Option, encode_task, line_encoder
+from looped.core_results import ODDITIES, describe, earlier, merge, save, summarise, task_entry
+from looped.core_tasks import BUNDLE, OWN_TASK, PANELS, Panel, bundle_at, load_panel, own_task
 from looped.files import file_hash
 from looped.machine import ONE_PROCESS, Place, distributed, exact_products, leave, to_device
-from looped.randomness import SEED_EVAL, sequence_key
+from looped.randomness import SEED_EVAL, sequence_keys
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
 from looped.workers import one_ahead
 from model import load_run
 
 # Whose rules, and the default seeds. nanochat's answers are Parcae's at its only seed.
-PROTOCOLS = {"parcae": "1234,2345,3456", "nanochat": "1234", "dclm": "1234"}
-WITHOUT_EFFECT = {  # flags, by panel
+PROTOCOLS = {"parcae": [1234, 2345, 3456], "nanochat": [1234], "dclm": [1234]}
+WITHOUT_EFFECT = {  # flags, by panel or protocol
     "lambada": ("protocol", "baselines", "task"),  # it has rules of its own
     "own": ("baselines", "bundle"),
     "val": ("protocol", "baselines", "seeds", "max_per_task", "bundle", "task"),
+    "nanochat": ("seeds",),
 }
 SHOT_SEED = 1234  # of dclm's shots, whatever --seeds
 NEAR = 1e-3  # nats
-# of an example's result; answer: the option chosen, or of lm whether it is right; nats: the loss of
-# an lm continuation, else the sum of the options' mean losses
+# of an example's result; answer: the option chosen, or of lm 0, and -1 where it is wrong; nats: the
+# loss of an lm continuation, else the sum of the options' mean losses
 COLUMNS = ["answer", "correct", "nats", *ODDITIES]
 
 # -- scoring ---------------------------------------------------------------------------------------
@@ -101,33 +96,30 @@ def token_scores(model, x, targets):
     return torch.stack([loss, greedy.float(), own - others])
 
 
-def fill_batch(task, seed, batch: list[Row]) -> tuple:
-    """-> ids (B, T), the rows' keys (B,), and for the S scored tokens, row by row, span by span:
-    the positions just before them in the flattened ids, and the tokens; int64, on the host.
+def fill_batch(batch: list[list[Option]]) -> list[torch.Tensor]:
+    """-> ids (B, T), and for the S scored tokens, row by row, option by option: the positions just
+    before them in the flattened ids, and the tokens; int64, on the host.
     """
-    width = max(len(row.tokens) for row in batch)
-    ids = torch.zeros(len(batch), width, dtype=torch.int64)
+    fed = [torch.from_numpy(row[0].fed) for row in batch]
+    ids = pad_sequence(fed, batch_first=True)
     at = []
     targets = []
-    keys = []
     for b, row in enumerate(batch):
-        ids[b, : len(row.tokens)] = torch.from_numpy(row.tokens)
-        keys.append(sequence_key(seed, SEED_EVAL, task.index, row.example))  # one for all options
-        for span in row.spans:
-            at.append(b * width + np.array(span.positions))
-            targets.append(span.targets)
-    at = torch.from_numpy(np.concatenate(at))
-    targets = torch.from_numpy(np.concatenate(targets)).long()
-    return ids, torch.tensor(keys), at, targets
+        for option in row:
+            end = b * ids.shape[1] + len(option.fed)
+            at.append(torch.arange(end - len(option.targets), end))
+            targets.append(torch.from_numpy(option.targets))
+    return [ids.long(), torch.cat(at), torch.cat(targets).long()]
 
 
 @torch.inference_mode()
-def score_batch(model, task, depths, seed, device, batch: list[Row]):
-    """-> (depths, 3, S): token_scores of the scored tokens, row by row, span by span. Right padding
-    is inert, as all is causal.
+def score_batch(model, task, depths, seed, device, batch: list[list[Option]]):
+    """-> (depths, 3, S): token_scores of the scored tokens, row by row, option by option. Right
+    padding is inert, as all is causal.
     """
-    made = fill_batch(task, seed, batch)
-    ids, keys, at, targets = [to_device(x, device) for x in made]
+    examples = [row[0].example for row in batch]
+    keys = sequence_keys(seed, SEED_EVAL, task.index, each=examples)  # one for all options
+    ids, at, targets, keys = [to_device(x, device) for x in (*fill_batch(batch), keys)]
     found = []
     for _, h in model.states(ids, depths, keys):
         x = model.coda(h, ids).flatten(0, 1)[at]  # (S, D)
@@ -137,22 +129,18 @@ def score_batch(model, task, depths, seed, device, batch: list[Row]):
     return torch.stack(found)
 
 
-def batches(rows: list[Row], budget: int) -> list[list[Row]]:
+def batches(rows: list[list[Option]], budget: int) -> list[list[list[Option]]]:
     """Rows of similar length, longest first, as many together as fill `budget` tokens."""
     found = []
-    for row in sorted(rows, key=lambda row: -len(row.tokens)):
-        if not found or (len(found[-1]) + 1) * len(found[-1][0].tokens) > budget:
+    for row in sorted(rows, key=lambda row: -len(row[0].fed)):
+        if not found or (len(found[-1]) + 1) * len(found[-1][0][0].fed) > budget:
             found.append([])
         found[-1].append(row)
     return found
 
 
-def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict]:
-    """-> for each depth {span: (3, s), token_scores of its tokens}. A GPU is waited for once, at
-    the end.
-    """
-    if not work.rows:
-        return [{} for _ in settings.depths]
+def score_rows(model, work: EncodedTask, settings: Settings, seed) -> dict:
+    """-> {option: (depths, 3, s), token_scores of its tokens}; nothing scored has s = 0."""
     device = settings.place.device
     cpu = device.type == "cpu"
     groups = batches(work.rows, settings.budget or (1024 if cpu else 65_536))
@@ -160,34 +148,35 @@ def score_rows(model, work: EncodedTask, settings: Settings, seed) -> list[dict]
     with exact_products(device) as threads, ThreadPoolExecutor(threads) as pool:
         parts = pool.map(score, groups) if cpu else map(score, groups)
         hidden = settings.place.rank > 0 or None  # None: where this is no terminal
-        parts = tqdm(parts, work.task.label, len(groups), leave=False, disable=hidden)
-        scores = torch.cat(list(parts), -1).cpu()  # (depths, 3, S)
-    spans = []
-    for row in itertools.chain(*groups):
-        spans += row.spans
-    sizes = [len(span.targets) for span in spans]
-    return [dict(zip(spans, of_depth.split(sizes, dim=1))) for of_depth in scores]
+        parts = list(tqdm(parts, work.task.label, len(groups), leave=False, disable=hidden))
+    scores = defaultdict(functools.partial(torch.empty, len(settings.depths), 3, 0))
+    for group, part in zip(groups, parts):
+        options = list(itertools.chain(*group))
+        sizes = [len(option.targets) for option in options]
+        scores |= zip(options, part.cpu().split(sizes, -1))
+    return scores
 
 
-def decide_lm(example: Example, scores: dict) -> dict:
-    """Right if every scored token is the greedy one, or if none is scored."""
-    if not any(example.spans):
-        return {"answer": 1}
-    loss, greedy, lead = scores[example.spans[0]]
-    near = lead.min().abs().item() < NEAR
-    return {"answer": int(greedy.all()), "nats": loss.double().sum().item(), "near_ties": near}
+def decide_lm(example: Example, scores: dict, at: int) -> dict:
+    """At the depth of that place: right if every scored token is the greedy one, or none is scored."""
+    if not example.options:
+        return {"answer": -1}
+    loss, greedy, lead = scores[example.options[0]][at]
+    near = abs(min(lead.tolist(), default=math.inf)) < NEAR
+    answer = 0 if greedy.all() else -1
+    return {"answer": answer, "nats": loss.double().sum().item(), "near_ties": near}
 
 
-def decide(example: Example, scores: dict, protocol) -> dict:
+def decide(example: Example, scores: dict, at: int, protocol) -> dict:
     """The option of least mean loss, of equals the first. The mean of an empty span is NaN, which
     Python's min keeps where it comes first and passes over elsewhere. dclm compares exp(loss) in
     float32, where losses that differ may be equal.
     """
-    means = {span: scores[span][0].mean().item() for span in example.spans if span}
-    values = [means.get(span, math.nan) for span in example.spans]
+    means = {option: scores[option][at, 0].mean().item() for option in example.options}
+    values = [means[option] for option in example.options]
     if protocol == "dclm":
         values = torch.tensor(values).exp().tolist()
-    ranked = sorted(means.values())
+    ranked = sorted(means[option] for option in means if len(option.targets))
     near = len(ranked) > 1 and ranked[1] - ranked[0] < NEAR
     return {"answer": values.index(min(values)), "nats": sum(ranked), "near_ties": near}
 
@@ -202,24 +191,24 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, di
     Raises NotFiniteError on every rank if a loss on any rank is not finite.
     """
     place = settings.place
-    table = np.zeros((len(settings.depths), len(COLUMNS), len(work.groups)))
-    for of_depth, scores in zip(table, score_rows(model, work, settings, seed)):
+    scores = score_rows(model, work, settings, seed)
+    table = torch.zeros(len(settings.depths), len(COLUMNS), len(work.groups), dtype=torch.float64)
+    for at, of_depth in enumerate(table.numpy()):
         columns = dict(zip(COLUMNS, of_depth))
         for example in work.examples:
             if work.task.kind == "lm":
-                found = decide_lm(example, scores)
+                found = decide_lm(example, scores, at)
             else:
-                found = decide(example, scores, work.protocol)
+                found = decide(example, scores, at, work.protocol)
             found["correct"] = found["answer"] == example.gold
             found |= dict.fromkeys(example.odd, 1)
             for name, value in found.items():
                 columns[name][example.number] = value
     if place.world > 1:
-        total = torch.from_numpy(table).to(place.device)
-        dist.all_reduce(total)
-        table = total.cpu().numpy()
+        table = table.to(place.device)
+        dist.all_reduce(table)
     results = {}
-    for depth, of_depth in zip(settings.depths, table):
+    for depth, of_depth in zip(settings.depths, table.cpu().numpy()):
         if not np.isfinite(of_depth).all():
             why = "training diverged, or that is too deep"
             raise NotFiniteError(f"the model's answer at depth {depth} is not finite: {why}")
@@ -227,45 +216,34 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, di
     return results
 
 
-def score_task(model, works: list[EncodedTask], settings: Settings) -> dict[int, dict]:
-    """A task, encoded for each seed -> {depth: entry}. A model without a loop has no random states:
-    where the shots are equal too, the first seed's result stands for all.
-    """
-    found = {depth: {} for depth in settings.depths}
-    for seed, work in zip(settings.seeds, works):
-        first = seed == settings.seeds[0]
-        if first or work is not works[0] or model.cfg.n_core:
-            results = run_task(model, work, settings, seed)
-        for depth, result in results.items():
-            found[depth][str(seed)] = result
-    return {depth: task_entry(works[0], of, settings.baselines) for depth, of in found.items()}
-
-
 def evaluate(model, enc, panel: Panel, settings: Settings, known=()):
     """Scores the tasks of a panel but those whose labels are known: yields (label, {depth: entry})
     of each. Every rank calls it. The next task is rendered and tokenised while one runs.
     """
     model = model.uncompiled()
+    dclm = panel.protocol == "dclm"
 
     def encode(task):
         text = line_encoder(enc)
         where = model.cfg.seq_len, settings.place
-        if panel.protocol == "parcae" and task.shots:
-            return [encode_task(task, panel, seed, text, *where) for seed in settings.seeds]
-        return [encode_task(task, panel, SHOT_SEED, text, *where)] * len(settings.seeds)
+        seeds = [SHOT_SEED if dclm else seed for seed in settings.seeds]
+        return [encode_task(task, panel, seed, text, *where) for seed in seeds]
 
     todo = [task for task in panel.tasks if task.label in panel.rows and task.label not in known]
     for works in one_ahead(encode, todo):
-        yield works[0].task.label, score_task(model, works, settings)
+        found = {depth: {} for depth in settings.depths}
+        for seed, work in zip(settings.seeds, works):
+            for depth, result in run_task(model, work, settings, seed).items():
+                found[depth][str(seed)] = result
+        entries = {depth: task_entry(work, of, settings.baselines) for depth, of in found.items()}
+        yield work.task.label, entries
 
 
 def quick_score(model, enc, panel: Panel, place: Place) -> dict:
     """The panel's average at mu_rec with one seed, for train.py. NotFiniteError: there is none."""
     depth = model.cfg.mu_rec
     settings = Settings([depth], [1234], place)
-    entries = {}
-    for label, found in evaluate(model, enc, panel, settings):
-        entries[label] = found[depth]
+    entries = {label: found[depth] for label, found in evaluate(model, enc, panel, settings)}
     return summarise(panel, entries)["aggregate"]
 
 
@@ -300,14 +278,14 @@ def parse_args():
     add("--max-per-task", type=positive_int, help="examples (default: all)")
     add(
         "--bundle",
-        default="",
         help=f"zip or folder of the task data (default: {BUNDLE}, fetched once)",
     )
     add(
         "--task",
+        type=own_task,
         action="append",
         default=[],
-        metavar="FILE:KIND[,shots=N][,chance=PERCENT][,delimiter=space|line]",
+        metavar=OWN_TASK,
         help="a task of your own, beside the panel and in no average but that of --panel own; KIND: "
         "mc, schema or lm; chance: of guessing (default: 0, and centred is the accuracy); may be "
         "given again",
@@ -318,16 +296,15 @@ def parse_args():
         help="chance: the paper's, or DCLM's of 2025-09 (default: v1)",
     )
     args = p.parse_args()
-    for name in WITHOUT_EFFECT.get(args.panel, ()):
-        if getattr(args, name):
-            fail(f"{flag(name)} has no effect on --panel {args.panel}; leave it out")
+    for choice in (args.panel, args.protocol):
+        for name in WITHOUT_EFFECT.get(choice, ()):
+            if getattr(args, name):
+                fail(f"{flag(name)} has no effect on {choice}; leave it out")
     if args.panel == "own" and not args.task:
         fail("--panel own needs a --task; give one, or leave --panel out")
     args.protocol = args.protocol or "parcae"
     args.baselines = args.baselines or "v1"
-    args.seeds = args.seeds or counts(PROTOCOLS[args.protocol])
-    if args.protocol == "nanochat" and args.seeds != [1234]:
-        fail("--protocol nanochat has one seed, 1234; leave out --seeds, or take --protocol parcae")
+    args.seeds = args.seeds or PROTOCOLS[args.protocol]
     return args
 
 
@@ -376,63 +353,40 @@ def validation(model, enc, config, settings: Settings) -> dict:
     return records
 
 
-def earlier_of_first(path, header: dict, place: Place):
-    """`earlier` as rank 0 finds it, on every rank: another evaluation may be writing the file."""
-    found = [earlier(path, header)]
-    if place.world > 1:
-        dist.broadcast_object_list(found)
-    return found[0]
-
-
 def panel_of(args, place: Place) -> Panel:
     """The panel that the flags ask for; says what is left out."""
-    protocol = "parcae" if args.protocol == "nanochat" else args.protocol
+    protocol = "dclm" if args.protocol == "dclm" else "parcae"
     if args.panel == "lambada":
         protocol = "lambada"
-    own = [own_task(text) for text in args.task]
-    bundle = None
-    if args.panel != "own":
-        bundle = bundle_at(args.bundle, place.rank)
-    panel = load_panel(bundle, args.panel, protocol, args.max_per_task, own)
+    bundle = bundle_at(args.bundle, place.rank) if args.panel != "own" else None
+    panel = load_panel(bundle, args.panel, protocol, args.max_per_task, args.task)
     for label, why in panel.missing.items():
         place.say(f"left out: {label}: {why}")
     return panel
 
 
 def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
-    """-> {depth: record}. What an earlier start has finished is kept; every task is saved when it
-    is done.
+    """-> {depth: record}, on rank 0. What an earlier start has finished is kept; every task is
+    saved when it is done.
     """
     place = settings.place
     panel = panel_of(args, place)
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
-    kept, wrong = earlier_of_first(path, header, place)
-    if wrong and place.rank == 0:
-        old = put_aside(path)
-        print(f"{path} {wrong}; all tasks run again, and it is kept as {old.name}")
-    entries = {depth: {} for depth in settings.depths} | kept
-    done = set.intersection(*(set(entries[depth]) for depth in settings.depths))
-    for task in panel.tasks:
-        if task.label in done:
-            entry = entries[settings.depths[-1]][task.label]
-            place.say(f"{describe(task.label, entry)}  (kept)")
-
-    def records():
-        # another evaluation may have written other depths meanwhile
-        for depth, found in earlier(path, header)[0].items():
-            entries[depth] = found | entries.get(depth, {})
-        return {depth: summarise(panel, entries[depth]) for depth in sorted(entries)}
-
+    done = [set()]
+    if place.rank == 0:
+        kept = earlier(path, header)
+        done = [set.intersection(*(set(kept.get(depth, ())) for depth in settings.depths))]
+        print(f"{path}: {len(done[0])} tasks are there already", flush=True)
+    if place.world > 1:
+        dist.broadcast_object_list(done)
     try:
-        for label, found in evaluate(model, enc, panel, settings, done):
-            for depth, entry in found.items():
-                entries[depth][label] = entry
+        for label, found in evaluate(model, enc, panel, settings, done[0]):
             place.say(describe(label, found[settings.depths[-1]]))
             if place.rank == 0:
-                save(path, header, records())
+                merge(path, header, panel, {depth: {label: found[depth]} for depth in found})
     except NotFiniteError as e:
         fail(str(e))
-    return records()
+    return merge(path, header, panel, {}) if place.rank == 0 else {}
 
 
 def main():
@@ -457,13 +411,10 @@ def main():
         records = run_panel(args, model, enc, path, header, settings)
     if place.rank == 0:
         save(path, header, records)
-    rules = f" ({args.protocol}, baselines {args.baselines})"
-    if args.panel in ("lambada", "val"):
-        rules = ""
-    for depth in depths:
-        score = "{name} {mean:.4f} ± {std:.4f}".format(**records[depth]["aggregate"])
-        place.say(f"depth {depth}: {score}{rules}")
-    place.say(f"written: {path}")
+        for depth in depths:
+            score = "{name} {mean:.4f} ± {std:.4f}".format(**records[depth]["aggregate"])
+            print(f"depth {depth}: {score}")
+        print(f"written: {path}")
     leave(place)
 
 

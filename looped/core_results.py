@@ -5,14 +5,14 @@ An entry is a task's record at one depth: accuracy and centred accuracy, each wi
 deviation and its value by seed, and counts of what was odd in its examples.
 """
 
+import itertools
 import json
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from looped.console import DAMAGE, one_line
+from looped.console import outside
 from looped.core_prompts import EncodedTask
 from looped.core_tasks import LAMBADA, TASKS, TITLES, Panel, Task
 from looped.files import file_hash, write_atomic
@@ -34,12 +34,9 @@ def centred(accuracy: float, chance: float) -> float:
 
 def spread(per_seed: dict) -> dict:
     """Mean and population standard deviation over seeds."""
-    mean = None
-    std = None
-    if per_seed:
-        values = list(per_seed.values())
-        mean = float(np.mean(values))
-        std = float(np.std(values))
+    values = list(per_seed.values())
+    mean = float(np.mean(values)) if values else None
+    std = float(np.std(values)) if values else None
     return {"mean": mean, "std": std, "per_seed": per_seed}
 
 
@@ -47,35 +44,22 @@ def accuracy(correct, groups) -> float:
     """The share of right answers: a float32 mean, as in the public evaluators; over several groups
     (the categories of dclm) the plain mean of the groups' means.
     """
-    means = []
-    for group in range(groups.max() + 1):
-        part = correct[groups == group]
-        means.append(np.float32(part.sum()) / np.float32(len(part)))
+    sums = np.bincount(groups, correct).astype(np.float32)
+    means = sums / np.bincount(groups).astype(np.float32)
     return float(np.mean(means, dtype=np.float64))
 
 
 def task_entry(work: EncodedTask, results: dict, baselines: str) -> dict:
     """The record of a task at one depth, from {seed: result}."""
     chance = work.task.chance[baselines]
-    accuracies = {}
-    over_chance = {}
-    perplexities = {}
-    for seed, result in results.items():
-        share = accuracy(result["correct"], work.groups)
-        accuracies[seed] = share
-        over_chance[seed] = centred(share, chance)
-        nats = torch.tensor(result["nats"].mean())
-        perplexities[seed] = nats.exp().item()
-    entry = {
-        "accuracy": spread(accuracies),
-        "centered": spread(over_chance),
-        "n": len(work.groups),
-    }
+    shares = {seed: accuracy(found["correct"], work.groups) for seed, found in results.items()}
+    over_chance = {seed: centred(share, chance) for seed, share in shares.items()}
+    entry = {"accuracy": spread(shares), "centered": spread(over_chance), "n": len(work.groups)}
     for name in ODDITIES:
-        counts = [result[name].sum() for result in results.values()]
-        entry[name] = int(sum(counts))
+        entry[name] = int(sum(found[name].sum() for found in results.values()))
     if work.protocol == "lambada":
-        entry["perplexity"] = spread(perplexities)
+        nats = {seed: torch.tensor(found["nats"].mean()) for seed, found in results.items()}
+        entry["perplexity"] = spread({seed: mean.exp().item() for seed, mean in nats.items()})
     return entry
 
 
@@ -83,24 +67,21 @@ def average(title: str, tasks: list[Task], entries: dict) -> dict:
     """The unweighted mean of the centred scores, seed by seed. If tasks are missing, its name says
     how many there are.
     """
-    done = [entries[task.label] for task in tasks if task.label in entries]
+    labels = [task.label for task in tasks if task.label in entries]
+    done = [entries[label]["centered"]["per_seed"] for label in labels]
     if len(done) < len(tasks):
         title = f"{len(done)} of the {len(tasks)} tasks of {title}"
-    by_seed = defaultdict(list)
-    for entry in done:
-        for seed, score in entry["centered"]["per_seed"].items():
-            by_seed[seed].append(score)
-    means = {seed: float(np.mean(scores)) for seed, scores in by_seed.items()}
+    means = {}
+    for seed in dict.fromkeys(itertools.chain(*done)):
+        means[seed] = float(np.mean([scores[seed] for scores in done]))
     return {"name": title, **spread(means), "tasks_done": len(done), "tasks_total": len(tasks)}
 
 
 def averages(name: str, tasks: list[Task], entries: dict) -> dict:
     """{group: mean} of the tasks grouped by their "category" or "family"."""
-    groups = defaultdict(list)
-    for task in tasks:
-        groups[getattr(task, name)].append(task)
     means = {}
-    for title, members in groups.items():
+    for title in dict.fromkeys(getattr(task, name) for task in tasks):
+        members = [task for task in tasks if getattr(task, name) == title]
         found = average(title, members, entries)
         if found["tasks_done"]:
             means[found["name"]] = found["mean"]
@@ -110,55 +91,58 @@ def averages(name: str, tasks: list[Task], entries: dict) -> dict:
 def summarise(panel: Panel, entries: dict) -> dict:
     """Entries of the tasks at one depth -> the record of that depth."""
     cut = f", at most {panel.limit} examples a task" if panel.limit else ""
-    tasks = panel.averaged
-    total = average(TITLES[panel.name] + cut, tasks, entries)
+    total = average(TITLES[panel.name] + cut, panel.averaged, entries)
     record = {"aggregate": total, "tasks": entries}
-    if panel.name == "lambada":
-        if LAMBADA.label in entries:
-            total |= entries[LAMBADA.label]["perplexity"]
-        return record
+    if panel.name == "lambada" and entries:
+        total |= entries[LAMBADA.label]["perplexity"]
     if panel.name == "core-extended":
         record["core"] = average("CORE" + cut, TASKS[:22], entries)
-        record["categories_ext"] = averages("family", tasks, entries)
-    if panel.name != "own":
+        record["categories_ext"] = averages("family", TASKS, entries)
+    if panel.name.startswith("core"):
         record["categories_fine"] = averages("category", TASKS[:22], entries)
     return record
 
 
-def save(path, header: dict, records: dict) -> None:
-    text = json.dumps({**header, "depths": records}, indent=1)
-    write_atomic(path, text.encode())
-
-
-def put_aside(path: Path) -> Path:
-    """Copies a file beside itself, under a name that its content gives; -> the copy."""
-    old = path.with_name(f"{path.name}.old-{file_hash(path)[:8]}")
-    write_atomic(old, path.read_bytes())
-    return old
-
-
-def earlier(path, header: dict):
-    """-> {depth: {label: entry}} of an earlier start with the same settings, or {} and why its file
-    cannot be used.
+def earlier(path: Path, header: dict) -> dict:
+    """{depth: {label: entry}} that a file of results holds. If it is from other settings, it gets
+    another name.
     """
     if not path.is_file():
-        return {}, ""
-    try:
+        return {}
+    with outside(f"{path} is damaged", "delete it"):
         old = json.loads(path.read_text(encoding="utf-8"))
-        settings = [name for name in header if name not in ("date", "command", "missing")]
-        differ = [name for name in settings if old[name] != header[name]]
         entries = {int(depth): record["tasks"] for depth, record in old["depths"].items()}
-    except DAMAGE as e:
-        return {}, f"is damaged ({one_line(e)})"
-    if differ:
-        return {}, f"was made with another {', '.join(differ)}"
-    return entries, ""
+    settings = header.keys() - {"date", "command", "missing"}
+    differ = sorted(name for name in settings if old.get(name) != header[name])
+    if not differ:
+        return entries
+    aside = path.with_name(f"{path.name}.old-{file_hash(path)[:8]}")
+    path.rename(aside)
+    print(f"{path} was made with another {', '.join(differ)}; it is kept as {aside.name}")
+    return {}
+
+
+def merge(path: Path, header: dict, panel: Panel, new: dict) -> dict:
+    """Adds {depth: {label: entry}} to a file of results, to which another evaluation may have added
+    meanwhile -> {depth: record}.
+    """
+    entries = earlier(path, header)
+    for depth, tasks in new.items():
+        entries[depth] = entries.get(depth, {}) | tasks
+    records = {depth: summarise(panel, entries[depth]) for depth in sorted(entries)}
+    save(path, header, records)
+    return records
+
+
+def save(path: Path, header: dict, records: dict) -> None:
+    text = json.dumps({**header, "depths": records}, indent=1)
+    write_atomic(path, text.encode())
 
 
 def describe(label: str, entry: dict) -> str:
     """The line on the screen for a task."""
     score = "{mean:.4f} ± {std:.4f}".format(**entry["accuracy"])
     over_chance = entry["centered"]["mean"]
-    line = f"{label:33} {score}  centred {over_chance:+.4f}  n {entry['n']:5d}  "
     notes = [f"{entry[name]} {text}" for name, text in ODDITIES.items() if entry[name]]
-    return line + ", ".join(notes)
+    numbers = f"centred {over_chance:+.4f}  n {entry['n']:5d}"
+    return f"{label:33} {score}  {numbers}  {', '.join(notes)}"

@@ -300,5 +300,7 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
             panel.missing[task.label] = why
     if not any(task.label in panel.rows for task in panel.averaged):
         place = path or "--task"
-        fail(f"{place} has no task of {TITLES[name]} that can be run ({why}); give another --bundle")
+        fail(
+            f"{place} has no task of {TITLES[name]} that can be run ({why}); give another --bundle"
+        )
     return panel

@@ -376,7 +376,8 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     if place.rank == 0:
         kept = earlier(path, header)
         done = [set.intersection(*(set(kept.get(depth, ())) for depth in settings.depths))]
-        print(f"{path}: {len(done[0])} tasks are there already", flush=True)
+        for label in done[0]:
+            print(describe(label, kept[settings.depths[-1]][label]), "(kept)", flush=True)
     if place.world > 1:
         dist.broadcast_object_list(done)
     try:

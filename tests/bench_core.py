@@ -63,7 +63,7 @@ def compare(model, enc, task, panel, settings, total):
 
     def fast():
         work = ce.encode_task(task, panel, 1234, line_encoder(enc), context)
-        total["fed"] += sum(len(row.tokens) for row in work.rows)
+        total["fed"] += sum(len(row[0].fed) for row in work.rows)
         return ce.run_task(model, work, settings, 1234)
 
     def slow():
@@ -101,7 +101,7 @@ def host_seconds(args, enc) -> None:
 
             def fill(work=work):
                 for batch in ce.batches(work.rows, args.budget or 65_536):
-                    ce.fill_batch(work.task, 1234, batch)
+                    ce.fill_batch(batch)
 
             timed("fill batches", total, fill)
         parts = [f"{name} {total[name + ' core']:.1f}" for name in total if "core" not in name]

@@ -147,7 +147,7 @@ def slow_answer(model, task, protocol, rows, depth, key):
         _, start, end = rows[0]
         greedy = logits[0].argmax(-1)
         said = greedy[start - 1 : end - 1]
-        return int(torch.equal(said, ids[0, start:end]))
+        return 0 if torch.equal(said, ids[0, start:end]) else -1
     means = []
     for row, scores, (_, start, end) in zip(ids, logits, rows):
         loss = F.cross_entropy(scores[:-1], row[1:], reduction="none")
@@ -180,5 +180,5 @@ def slow_task(model, enc, task, panel, seed, depth):
     for number, row, made in slow_rendered(enc, task, panel, model.cfg.seq_len, seed):
         key = sequence_key(seed, SEED_EVAL, task.index, number)
         answers.append(slow_answer(model, task, panel.protocol, made, depth, key))
-        gold.append(row.get("gold", 1))
+        gold.append(row.get("gold", 0))
     return answers, gold

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from dataloader import PackedData
 from looped.console import (
@@ -44,7 +43,7 @@ from looped.console import (
     positive_int,
     run_cli,
 )
-from looped.core_prompts import EncodedTask, Example, Option, encode_task, line_encoder
+from looped.core_prompts import EncodedTask, Example, Option, encode_task
 from looped.core_results import ODDITIES, describe, earlier, merge, save, summarise, task_entry
 from looped.core_tasks import BUNDLE, OWN_TASK, PANELS, Panel, bundle_at, load_panel, own_task
 from looped.files import file_hash
@@ -65,6 +64,7 @@ WITHOUT_EFFECT = {  # flags, by panel or protocol
 }
 SHOT_SEED = 1234  # of dclm's shots, whatever --seeds
 NEAR = 1e-3  # nats
+BATCH_TOKENS = {"cpu": 1024, "mps": 65_536, "cuda": 65_536}
 # of an example's result; answer: the option chosen, or of lm 0, and -1 where it is wrong; nats: the
 # loss of an lm continuation, else the sum of the options' mean losses
 COLUMNS = ["answer", "correct", "nats", *ODDITIES]
@@ -80,7 +80,6 @@ class Settings:
     seeds: list[int]  # of shots (parcae) and initial states
     place: Place = ONE_PROCESS
     baselines: str = "v1"
-    budget: int = 0  # tokens a batch; 0: by device
 
 
 def token_scores(model, x, targets):
@@ -142,13 +141,10 @@ def batches(rows: list[list[Option]], budget: int) -> list[list[list[Option]]]:
 def score_rows(model, work: EncodedTask, settings: Settings, seed) -> dict:
     """-> {option: (depths, 3, s), token_scores of its tokens}; nothing scored has s = 0."""
     device = settings.place.device
-    cpu = device.type == "cpu"
-    groups = batches(work.rows, settings.budget or (1024 if cpu else 65_536))
+    groups = batches(work.rows, BATCH_TOKENS[device.type])
     score = functools.partial(score_batch, model, work.task, settings.depths, seed, device)
     with exact_products(device) as threads, ThreadPoolExecutor(threads) as pool:
-        parts = pool.map(score, groups) if cpu else map(score, groups)
-        hidden = settings.place.rank > 0 or None  # None: where this is no terminal
-        parts = list(tqdm(parts, work.task.label, len(groups), leave=False, disable=hidden))
+        parts = list(pool.map(score, groups) if device.type == "cpu" else map(score, groups))
     scores = defaultdict(functools.partial(torch.empty, len(settings.depths), 3, 0))
     for group, part in zip(groups, parts):
         options = list(itertools.chain(*group))
@@ -224,10 +220,9 @@ def evaluate(model, enc, panel: Panel, settings: Settings, known=()):
     dclm = panel.protocol == "dclm"
 
     def encode(task):
-        text = line_encoder(enc)
         where = model.cfg.seq_len, settings.place
         seeds = [SHOT_SEED if dclm else seed for seed in settings.seeds]
-        return [encode_task(task, panel, seed, text, *where) for seed in seeds]
+        return [encode_task(task, panel, seed, enc, *where) for seed in seeds]
 
     todo = [task for task in panel.tasks if task.label in panel.rows and task.label not in known]
     for works in one_ahead(encode, todo):
@@ -320,7 +315,7 @@ def open_run(run, device):
     except (FileNotFoundError, RuntimeError, *DAMAGE) as e:
         fail(f"{run}: {one_line(e)}; name the directory of a run that has a checkpoint")
     if not path.is_file() or file_hash(path) != known:
-        mend = "import the weights again" if "imported" in config else f"copy {source} there"
+        mend = f"copy {source} there, or import the weights again"
         fail(f"{path} is not there, or not the tokenizer of the checkpoint; {mend}")
     return model, load_tokenizer(path), config
 
@@ -342,27 +337,14 @@ def validation(model, enc, config, settings: Settings) -> dict:
     if known not in (None, data.sha256()):
         fail(f"{data.folder} holds other rows than those of the run; pack those again")
     rank, world, device = settings.place
-    sizes = torch.from_numpy(token_bytes(enc)).to(device)
-    held_out = HeldOut(data, sizes, math.inf)
+    held_out = HeldOut(data, torch.from_numpy(token_bytes(enc)).to(device), math.inf)
     found = validate(model, held_out, settings.depths, 16, rank, world)
     records = {}
-    for depth in settings.depths:
-        loss = {"mean": found["loss"][str(depth)], "std": 0.0, "bpb": found["bpb"][str(depth)]}
-        name = {"name": "validation loss", "tasks_done": 1, "tasks_total": 1}
-        records[depth] = {"aggregate": name | loss, "tasks": {}}
+    for depth, loss, bpb in zip(settings.depths, found["loss"].values(), found["bpb"].values()):
+        score = {"name": "validation loss", "tasks_done": 1, "tasks_total": 1}
+        score |= {"mean": loss, "std": 0.0, "bpb": bpb}
+        records[depth] = {"aggregate": score, "tasks": {}}
     return records
-
-
-def panel_of(args, place: Place) -> Panel:
-    """The panel that the flags ask for; says what is left out."""
-    protocol = "dclm" if args.protocol == "dclm" else "parcae"
-    if args.panel == "lambada":
-        protocol = "lambada"
-    bundle = bundle_at(args.bundle, place.rank) if args.panel != "own" else None
-    panel = load_panel(bundle, args.panel, protocol, args.max_per_task, args.task)
-    for label, why in panel.missing.items():
-        place.say(f"left out: {label}: {why}")
-    return panel
 
 
 def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
@@ -370,7 +352,13 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     saved when it is done.
     """
     place = settings.place
-    panel = panel_of(args, place)
+    protocol = {"nanochat": "parcae"}.get(args.protocol, args.protocol)
+    if args.panel == "lambada":
+        protocol = "lambada"
+    bundle = bundle_at(args.bundle, place.rank) if args.panel != "own" else None
+    panel = load_panel(bundle, args.panel, protocol, args.max_per_task, args.task)
+    for label, why in panel.missing.items():
+        place.say(f"left out: {label}: {why}")
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
     done = [set()]
     if place.rank == 0:
@@ -402,10 +390,12 @@ def main():
     checkpoint = Path(args.run) / config["checkpoint"]
     told = ("panel", "protocol", "baselines", "max_per_task", "seeds")
     header = {name: getattr(args, name) for name in told}
-    header["dtype"] = str(model.dtype)[6:]
-    header["checkpoint"] = f"{checkpoint.name} {file_hash(checkpoint)}"
-    header["command"] = " ".join(sys.argv)
-    header["date"] = datetime.now().isoformat(timespec="seconds")
+    header |= {
+        "dtype": str(model.dtype)[6:],
+        "checkpoint": f"{checkpoint.name} {file_hash(checkpoint)}",
+        "command": " ".join(sys.argv),
+        "date": datetime.now().isoformat(timespec="seconds"),
+    }
     if args.panel == "val":
         records = validation(model, enc, config, settings)
     else:

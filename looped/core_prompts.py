@@ -99,16 +99,8 @@ def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
 # -- the tokens of an option -----------------------------------------------------------------------
 
 
-@dataclass
-class Encoder:
-    """How texts become tokens."""
-
-    encode: Callable  # text -> (n,) int32
-    bos: np.ndarray  # (1,)
-
-
-def line_encoder(enc) -> Encoder:
-    """An encoder that tokenises each distinct line once: shots return in many prompts.
+def line_encoder(enc) -> Callable[[str], np.ndarray]:
+    """text -> (n,) int32, tokenising each distinct line once: shots return in many prompts.
 
     With our pattern, a token that continues past a line end continues with white space only. So a
     text may be cut after each line end not followed by white space: the pieces' tokens are those
@@ -126,7 +118,7 @@ def line_encoder(enc) -> Encoder:
         *lines, last = re.split(r"\n(?=\S)", text)
         return np.concatenate([*(tokens(line + "\n") for line in lines), tokens(last)])
 
-    return Encoder(encode, np.array([enc.encode_single_token(BOS)], np.int32))
+    return encode
 
 
 def begins(whole, start) -> bool:
@@ -138,7 +130,7 @@ def common_prefix(rows) -> int:
     """Length of the common beginning of token arrays."""
     n = min(map(len, rows))
     same = np.all([row[:n] == rows[0][:n] for row in rows], axis=0)
-    return n if same.all() else int(same.argmin())
+    return int(np.append(same, False).argmin())
 
 
 # What each protocol makes of a question: the tokens of each option, with all that comes before it,
@@ -262,7 +254,7 @@ def share_rows(options) -> list[list[Option]]:
 
 
 def encode_task(
-    task: Task, panel: Panel, seed, text: Encoder, context, place: Place = ONE_PROCESS
+    task: Task, panel: Panel, seed, enc, context, place: Place = ONE_PROCESS
 ) -> EncodedTask:
     """Renders and tokenises this rank's share of a task's examples; context: tokens that the model
     reads.
@@ -271,13 +263,14 @@ def encode_task(
     asked = questions(task, panel.rows[task.label], protocol, panel.limit, seed)
     groups = np.array([question.group for question in asked])
     work = EncodedTask(task, protocol, groups, [], [])
-    start = text.bos[:0] if protocol == "lambada" else text.bos
+    encode = line_encoder(enc)
+    start = [] if protocol == "lambada" else [enc.encode_single_token(BOS)]
     for number in range(place.rank, len(asked), place.world):
-        options = OPTIONS[protocol](task, asked[number], text.encode)
+        options = OPTIONS[protocol](task, asked[number], encode)
         example = Example(number, asked[number].gold, [], set() if options else {"not_prefix"})
         distinct = {}
         for tokens, scored in options:
-            whole = np.concatenate([start, tokens])
+            whole = np.concatenate([start, tokens], dtype=np.int32, casting="unsafe")
             tokens, scored, odd = crop(whole, scored, context, task, protocol)
             option = Option(number, tokens[:-1], tokens[len(tokens) - scored :])
             example.options.append(distinct.setdefault((scored, tokens.tobytes()), option))

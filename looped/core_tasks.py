@@ -12,18 +12,16 @@ import json
 import re
 import time
 import zipfile
-import zlib
 from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from looped.console import DAMAGE, fail, outside
-from looped.corpus import fetch_file
+from looped.console import fail, outside
+from looped.corpus import GivenUpError, fetch_file, with_retries
 from looped.files import file_hash
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 BUNDLE = Path("data/eval_bundle.zip")
-UNREADABLE = (*DAMAGE, OSError, zipfile.BadZipFile, EOFError, RuntimeError, zlib.error)
 
 FAMILIES = {  # by folder
     "language_understanding": "language understanding",
@@ -47,12 +45,9 @@ class Task:
     delimiter: str  # between question and answer
     chance: dict[str, float]  # accuracy of guessing in %, by version of the baselines
     index: int  # its place in TASKS: part of the seed of its initial loop states
+    family: str = ""  # in CORE Extended
     category: str = ""  # in CORE
     by_category: bool = False  # in dclm, shots and averages are within a row's "category"
-
-    @property
-    def family(self) -> str:
-        return FAMILIES.get(self.file.split("/")[0], "")
 
 
 # v1, v2: accuracy of guessing in %, as in the published numbers of nanochat and Parcae, and as DCLM
@@ -123,6 +118,7 @@ def read_table() -> list[Task]:
         file = f"{folder}/{FILES.get(label, label)}.jsonl"
         chance = {"v1": float(v1), "v2": float(v2)}
         task = Task(label, file, kind, int(shots), DELIMITERS[delimiter], chance, index)
+        task.family = FAMILIES[folder]
         task.category = " ".join(category)
         task.by_category = label in BY_CATEGORY
         tasks.append(task)
@@ -139,10 +135,10 @@ TITLES = {
     "own": "own tasks",
 }
 
-OWN_TASK = "FILE:KIND[,shots=N][,chance=PERCENT][,delimiter=space|line]"
+OWN_TASK = "FILE:KIND[,shots=N][,chance=PERCENT]"
 OWN_TASK_PATTERN = (
     r"(?P<file>.+):(?P<settings>(?P<kind>mc|schema|lm)(,shots=(?P<shots>\d{1,4}))?"
-    r"(,chance=(?P<chance>\d\d?(\.\d+)?))?(,delimiter=(?P<delimiter>space|line))?)"
+    r"(,chance=(?P<chance>\d\d?(\.\d+)?))?)"
 )
 
 
@@ -159,11 +155,9 @@ def own_task(text: str) -> Task:
     content = path.read_bytes() + given["settings"].encode()
     digest = hashlib.sha256(content).hexdigest()
     label = f"{path.stem}-{digest[:8]}"
-    delimiter = DELIMITERS[given["delimiter"] or "space"]
-    chances = dict.fromkeys(("v1", "v2"), float(given["chance"] or 0))
-    index = int(digest[:12], 16)
     shots = int(given["shots"] or 0)
-    return Task(label, str(path), given["kind"], shots, delimiter, chances, index)
+    chances = dict.fromkeys(("v1", "v2"), float(given["chance"] or 0))
+    return Task(label, str(path), given["kind"], shots, " ", chances, int(digest[:12], 16))
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -208,16 +202,6 @@ def parse_rows(blob: bytes, task: Task, with_category: bool = False) -> list[dic
 # -- the bundle ------------------------------------------------------------------------------------
 
 
-def fetch_bundle(path=BUNDLE, url=URL):
-    """Downloads once, continuing where it was interrupted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    print(f"fetching {url} to {path}; without a network: --bundle PATH", flush=True)
-    reason = fetch_file(url, path, zipfile.is_zipfile)
-    if reason:
-        advice = "try again, it continues, or give the zip or its folder with --bundle PATH"
-        fail(f"cannot fetch {url} ({reason}); {advice}")
-
-
 def bundle_at(path, rank=0):
     """The path given, or that of the public bundle, which rank 0 fetches once. Every rank calls
     it.
@@ -225,7 +209,13 @@ def bundle_at(path, rank=0):
     if path:
         return path
     if rank == 0 and not BUNDLE.is_file():
-        fetch_bundle()
+        BUNDLE.parent.mkdir(parents=True, exist_ok=True)
+        print(f"fetching {URL} to {BUNDLE}; without a network: --bundle PATH", flush=True)
+        try:
+            with_retries(fetch_file, URL, BUNDLE, zipfile.is_zipfile)
+        except GivenUpError as e:
+            advice = "try again, it continues, or give the zip or its folder with --bundle PATH"
+            fail(f"cannot fetch {URL} ({e}); {advice}")
     while not BUNDLE.is_file():  # polling, since a collective would give up after minutes
         time.sleep(1)
     return BUNDLE
@@ -240,7 +230,7 @@ def open_bundle(path) -> tuple[dict[str, bytes], str]:
         sha256 = file_hash(*names)
     else:
         advice = "give another one, or its folder, with --bundle PATH"
-        with outside(f"{path} is not a usable zip file", advice, UNREADABLE):
+        with outside(f"{path} is not a usable zip file", advice, Exception):
             with zipfile.ZipFile(path) as z:
                 names = [name for name in z.namelist() if name.endswith(".jsonl")]
                 contents = {Path(name): z.read(name) for name in names}
@@ -265,40 +255,35 @@ class Panel:
     protocol: str  # parcae, dclm or lambada
     limit: int | None  # examples a task
     tasks: list[Task]
+    averaged: list[Task]  # those whose mean is the panel's score
     rows: dict[str, list[dict]] = field(default_factory=dict)  # by label
     missing: dict[str, str] = field(default_factory=dict)  # label -> why it cannot be run
     sha256: str | None = None  # of the bundle
-
-    @property
-    def averaged(self) -> list[Task]:
-        """The tasks whose mean is the panel's score; a user's own count only in panel "own"."""
-        return self.tasks if self.name == "own" else PANELS[self.name]
 
 
 def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Panel:
     """The panel with its rows, from a bundle, if it needs one; own: further tasks, with files of
     their own.
     """
-    panel = Panel(name, protocol, limit, [*PANELS[name], *own])
+    panel = Panel(name, protocol, limit, [*PANELS[name], *own], PANELS[name] or own)
     files = {}
     if name != "own":
         files, panel.sha256 = open_bundle(path)
     files |= {task.file: Path(task.file).read_bytes() for task in own}
-    why = ""
     for task in panel.tasks:
         if task.file not in files:
-            why = f"{task.file} is not there"
-            panel.missing[task.label] = why
+            panel.missing[task.label] = f"{task.file} is not there"
             continue
         rows = parse_rows(files[task.file], task, task.by_category and protocol == "dclm")
-        n = min(len(rows), limit or len(rows))
+        n = len(rows[:limit])
         # dclm takes fewer shots rather than fail
         if n > (task.shots if protocol == "parcae" else 0):
             panel.rows[task.label] = rows
         else:
             why = f"{task.shots} shots need more than the {n} examples of {task.file}"
             panel.missing[task.label] = why
-    if not any(task.label in panel.rows for task in panel.averaged):
+    if not panel.rows.keys() & {task.label for task in panel.averaged}:
+        why = next(iter(panel.missing.values()))
         place = path or "--task"
         fail(
             f"{place} has no task of {TITLES[name]} that can be run ({why}); give another --bundle"

@@ -38,9 +38,8 @@ def validate(model, held_out: HeldOut, depths: list, batch: int, rank: int = 0, 
     data = held_out.data
     device = held_out.sizes.device
     rows = rows_asked(data, held_out.tokens)
-    sums_at = torch.device("cpu") if device.type == "mps" else device  # mps lacks float64
     # by depth: nats of all targets, nats of those with bytes, their bytes
-    sums = torch.zeros(len(depths), 3, dtype=torch.float64, device=sums_at)
+    sums = torch.zeros(len(depths), 3, dtype=torch.float64)
     mine = range(rank, rows, world)
     for at in range(0, len(mine), batch):
         ids = list(mine[at : at + batch])
@@ -51,19 +50,18 @@ def validate(model, held_out: HeldOut, depths: list, batch: int, rank: int = 0, 
         y = block[:, 1:]
         keys = sequence_keys(SEED_EVAL, each=ids, device=device)
         losses = model.losses(x, y, depths, keys)
-        sizes = held_out.sizes[y[:n]].to(sums_at)
+        sizes = held_out.sizes[y[:n]].cpu()
         for of_depth, depth in zip(sums, depths):
-            nats = losses[depth][:n].to(sums_at).double()
+            nats = losses[depth][:n].cpu().double()
             of_depth[0] += nats.sum()
             of_depth[1] += (nats * (sizes > 0)).sum()
             of_depth[2] += sizes.sum()
     if world > 1:
+        sums = sums.to(device)
         dist.all_reduce(sums)
     nats, nats_with_bytes, size = sums.T.cpu()
     count = rows * data.seq_len
-    loss = nats / count
     bits = nats_with_bytes / size / math.log(2)
     names = [str(depth) for depth in depths]
-    loss = dict(zip(names, loss.tolist()))
-    bpb = dict(zip(names, bits.tolist()))
-    return {"eval_tokens": count, "loss": loss, "bpb": bpb}
+    loss = dict(zip(names, (nats / count).tolist()))
+    return {"eval_tokens": count, "loss": loss, "bpb": dict(zip(names, bits.tolist()))}

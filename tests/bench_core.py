@@ -28,7 +28,6 @@ from slow_core import slow_rendered, slow_task  # noqa: E402
 
 import core_eval as ce  # noqa: E402
 from looped.console import counts, run_cli  # noqa: E402
-from looped.core_prompts import line_encoder  # noqa: E402
 from looped.core_tasks import load_panel  # noqa: E402
 from looped.tokenizer import load_tokenizer  # noqa: E402
 from model import PRESETS, Model, load_run  # noqa: E402
@@ -62,7 +61,7 @@ def compare(model, enc, task, panel, settings, total):
     context = model.cfg.seq_len
 
     def fast():
-        work = ce.encode_task(task, panel, 1234, line_encoder(enc), context)
+        work = ce.encode_task(task, panel, 1234, enc, context)
         total["fed"] += sum(len(row[0].fed) for row in work.rows)
         return ce.run_task(model, work, settings, 1234)
 
@@ -94,13 +93,12 @@ def host_seconds(args, enc) -> None:
         for task in panel.tasks:
 
             def encode(task=task, panel=panel, place=place):
-                text = line_encoder(enc)
-                return ce.encode_task(task, panel, 1234, text, args.seq_len, place)
+                return ce.encode_task(task, panel, 1234, enc, args.seq_len, place)
 
             work = timed("render and encode", total, encode)
 
             def fill(work=work):
-                for batch in ce.batches(work.rows, args.budget or 65_536):
+                for batch in ce.batches(work.rows, ce.BATCH_TOKENS["cuda"]):
                     ce.fill_batch(batch)
 
             timed("fill batches", total, fill)
@@ -119,7 +117,6 @@ def parse_args():
     add("--depth", type=counts, default="8", help="loops, between commas")
     add("--seq-len", type=int, default=256, help="context of the random model, tokens")
     add("--max-per-task", type=int, default=100, help="examples")
-    add("--budget", type=int, default=0, help="tokens a batch; 0 is core_eval's own")
     add("--host", type=int, nargs="+", help="measure the host's work alone, for so many ranks")
     return p.parse_args()
 
@@ -135,7 +132,7 @@ def main():
     else:
         enc = load_tokenizer(args.tokenizer)
         model = random_model(enc, args.seq_len)
-    settings = ce.Settings(args.depth, [1234], budget=args.budget)
+    settings = ce.Settings(args.depth, [1234])
     panel = load_panel(args.bundle, args.panel, args.protocol, args.max_per_task)
     total = Counter()
     for task in panel.tasks:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +29,7 @@ from slow_core import slow_examples, slow_rendered, slow_shots, slow_task
 import core_eval as ce
 from dataloader import PackedData
 from looped import core_prompts as prompts
-from looped import core_results, core_tasks
+from looped import core_results, core_tasks, corpus
 from looped.core_tasks import TASKS, Task
 from looped.files import file_hash
 from looped.machine import Place, exact_products
@@ -110,20 +111,23 @@ def task_of(kind, shots=2, delimiter=" ", label="made", by_category=False):
     return task
 
 
-def panel_of(task, rows, protocol="parcae", limit=None):
-    return core_tasks.Panel("core", protocol, limit, [task], rows={task.label: rows})
+def panel_of(tasks, rows, protocol="parcae", limit=None, name="core"):
+    """A panel of one or several tasks, each with these rows."""
+    tasks = tasks if isinstance(tasks, list) else [tasks]
+    by_label = {task.label: rows for task in tasks}
+    return core_tasks.Panel(name, protocol, limit, tasks, tasks, rows=by_label)
 
 
-def answers_of(model, enc, task, rows, protocol="parcae", *, seed=1234, depths=(2,), **more):
-    """The fast path -> {depth: {column: (n,)}}, summed over `ranks`; more: Settings' budget."""
-    ranks = more.pop("ranks", 1)
-    settings = ce.Settings(list(depths), [seed], **more)
+def answers_of(model, enc, task, rows, protocol="parcae", *, depths=(2,), **more):
+    """The fast path -> {depth: {column: (n,)}}, summed over ranks; more: seed, ranks."""
+    seed = more.get("seed", 1234)
+    ranks = more.get("ranks", 1)
     panel = panel_of(task, rows, protocol)
-    text = prompts.line_encoder(enc)
     total = {depth: dict.fromkeys(ce.COLUMNS, 0) for depth in depths}
     for rank in range(ranks):
         place = Place(rank, ranks, torch.device("cpu"))
-        work = ce.encode_task(task, panel, seed, text, model.cfg.seq_len, place)
+        work = ce.encode_task(task, panel, seed, enc, model.cfg.seq_len, place)
+        settings = ce.Settings(list(depths), [seed])  # alone: the sum over ranks is taken here
         for depth, result in ce.run_task(model, work, settings, seed).items():
             for name, values in result.items():
                 total[depth][name] = total[depth][name] + values
@@ -146,7 +150,7 @@ LOG = """
 
 
 def test_core_of_a_public_log():
-    panel = core_tasks.Panel("core", "parcae", None, core_tasks.PANELS["core"])
+    panel = panel_of(TASKS[:22], [])
     for version, core, digits in (("v1", 0.119520, 6), ("v2", 0.0950, 4)):
         entries = {}
         for i, (task, accuracy) in enumerate(zip(panel.tasks, LOG.split())):
@@ -166,29 +170,28 @@ def test_core_of_a_public_log():
     assert "2 of the 3 tasks of commonsense reasoning" in record["categories_fine"]
 
 
-def test_table_is_the_published_panels():
-    tasks = core_tasks.TASKS
+def test_the_table_of_tasks_is_the_public_one():
     assert [len(panel) for panel in core_tasks.PANELS.values()] == [22, 46, 1, 0]
-    assert len({task.label for task in tasks}) == 46
-
-    def sizes(name, tasks):
-        counts = {}
-        for task in tasks:
-            group = getattr(task, name)
-            counts[group] = counts.get(group, 0) + 1
-        return counts
-
-    fine = sizes("category", tasks[:22])
+    assert len({task.label for task in TASKS}) == 46
+    fine = Counter(task.category for task in TASKS)
+    assert fine.pop("") == 24
     assert sorted(fine.values()) == [1, 1, 2, 2, 2, 3, 3, 3, 5]
-    assert "" not in fine
-    assert not any(task.category for task in tasks[22:])
-    assert list(sizes("family", tasks).values()) == [8, 7, 8, 11, 8, 4]
-    differ = [task for task in tasks if task.chance["v1"] != task.chance["v2"]]
-    assert len(differ) == 12
-    assert [t.label for t in tasks if t.kind == "schema"] == ["winograd", "winogrande"]
-    assert [t.label for t in tasks if t.delimiter == "Answer: "] == ["mmlu_zeroshot"]
-    categories = ["jeopardy", "mmlu_zeroshot", "mmlu_fewshot", "bbq"]
-    assert [t.label for t in tasks if t.by_category] == categories
+    assert list(Counter(task.family for task in TASKS).values()) == [8, 7, 8, 11, 8, 4]
+    assert sum(task.chance["v1"] != task.chance["v2"] for task in TASKS) == 12
+    chance = {task.label: task.chance["v1"] for task in TASKS[22:]}
+    assert (chance["siqa"], chance["logi_qa"]) == (33.3, 27)
+    shots = [0, 10, 10, 10, 10, 0, 10, 10, 0, 0, 10, 0, 0, 10, 3, 10, 10, 10, 10, 0, 10, 10]
+    assert [task.shots for task in TASKS[:22]] == shots
+    of_lines = "jeopardy arc_easy arc_challenge piqa boolq mmlu_fewshot logi_qa"
+    for name, value, labels in (
+        ("kind", "schema", "winograd winogrande"),
+        ("delimiter", "Answer: ", "mmlu_zeroshot"),
+        ("delimiter", "\nAnswer: ", of_lines),
+        ("by_category", True, "jeopardy mmlu_zeroshot mmlu_fewshot bbq"),
+        ("file", "language_understanding/winograd_wsc.jsonl", "winograd"),
+    ):
+        found = [task.label for task in TASKS if getattr(task, name) == value]
+        assert found == labels.split()
 
 
 @pytest.mark.parametrize(
@@ -207,11 +210,12 @@ def test_shots_are_those_of_the_slow_sampler(protocol, draw):
 
 def options_of(enc, task, rows, protocol, limit=None):
     """[(number, [(tokens, scored)] of its options)] of all examples, uncropped."""
-    text = prompts.line_encoder(enc)
+    encode = prompts.line_encoder(enc)
+    bos = enc.encode_single_token(BOS)
     found = []
     for number, question in enumerate(prompts.questions(task, rows, protocol, limit, 1234)):
-        options = prompts.OPTIONS[protocol](task, question, text.encode)
-        whole = [(np.concatenate([text.bos, tokens]), scored) for tokens, scored in options]
+        options = prompts.OPTIONS[protocol](task, question, encode)
+        whole = [(np.array([bos, *tokens]), scored) for tokens, scored in options]
         found.append((number, whole))
     return found
 
@@ -240,45 +244,22 @@ def test_rows_and_spans_are_those_of_the_slow_renderer(enc, kind, protocol, limi
 
 
 def test_lines_are_tokenised_as_in_the_whole_text(enc):
-    """Also where a cut would change tokens: before white space, at line ends of every kind."""
-    rng = random.Random(3)
-    text = prompts.line_encoder(enc)
-    parts = [
-        *CORE_WORDS,
-        "\n",
-        "\n",
-        "\n\n",
-        " ",
-        "  ",
-        "\r\n",
-        "\x85",
-        "\u2028",
-        "?",
-        ".\n",
-        "12",
-        "'s",
-        "é",
-    ]
-    for _ in range(2000):
-        whole = "".join(rng.choices(parts, k=rng.randint(0, 12)))
-        assert text.encode(whole).tolist() == enc.encode_ordinary(whole), repr(whole)
-
-
-def test_lines_are_tokenised_as_in_the_whole_text_also_where_tokens_hold_line_ends():
-    ranks = [bytes([i]) for i in range(256)] + [b"\n\n", b"\n ", b" \n", b".\n"]
-    enc = encoding(file_content(ranks))
-    text, rng = prompts.line_encoder(enc), random.Random(3)
-    for _ in range(2000):
-        whole = "".join(rng.choices(["a", "b.", " ", "\n", "\n\n", "\r\n"], k=rng.randint(0, 12)))
-        assert text.encode(whole).tolist() == enc.encode_ordinary(whole), repr(whole)
-
-
-def test_texts_of_another_pattern_are_encoded_whole():
-    ranks = {bytes([i]): i for i in range(256)} | {b"\na": 256}
-    enc = tiktoken.Encoding(
+    """Also where a cut would change tokens: before white space, at line ends of every kind, where
+    tokens hold line ends, with another pattern."""
+    single = [bytes([i]) for i in range(256)]
+    with_ends = encoding(file_content([*single, b"\n\n", b"\n ", b" \n", b".\n"]))
+    ranks = {token: i for i, token in enumerate([*single, b"\na"])}
+    other = tiktoken.Encoding(
         "x", pat_str=r"(?s).+", mergeable_ranks=ranks, special_tokens={BOS: 257}
     )
-    assert prompts.line_encoder(enc).encode("b\nab").tolist() == enc.encode_ordinary("b\nab")
+    blanks = ["\n", "\n", "\n\n", " ", "  ", "\r\n", "\x85", "\u2028"]
+    parts = [*CORE_WORDS, *blanks, "?", ".\n", "12", "'s", "é"]
+    rng = random.Random(3)
+    for tokenizer, texts in ((enc, parts), (with_ends, ["a", "b.", *blanks[:6]]), (other, parts)):
+        encode = prompts.line_encoder(tokenizer)
+        for _ in range(1000):
+            whole = "".join(rng.choices(texts, k=rng.randint(0, 12)))
+            assert encode(whole).tolist() == tokenizer.encode_ordinary(whole), repr(whole)
 
 
 @pytest.mark.parametrize("kind", ["mc", "schema", "lm"])
@@ -298,12 +279,13 @@ def test_answers_are_those_of_one_example_at_a_time(enc, net, kind, protocol):
         assert len(set(found[5]["answer"])) > 1
 
 
-def test_scores_do_not_depend_on_batches_order_or_ranks(enc, net):
+def test_scores_do_not_depend_on_batches_order_or_ranks(enc, net, monkeypatch):
     task, rows = task_of("mc"), make_rows("mc", 30, seed=4)
     whole = answers_of(net, enc, task, rows)[2]
     safe = whole["near_ties"] == 0
-    for budget, ranks in ((1, 1), (200, 1), (10**9, 1), (0, 3), (100, 7)):
-        again = answers_of(net, enc, task, rows, budget=budget, ranks=ranks)[2]
+    for budget, ranks in ((1, 1), (200, 1), (10**9, 1), (1024, 3), (100, 7)):
+        monkeypatch.setitem(ce.BATCH_TOKENS, "cpu", budget)
+        again = answers_of(net, enc, task, rows, ranks=ranks)[2]
         assert (whole["answer"] == again["answer"])[safe].all()
         assert whole["cropped"].sum() == again["cropped"].sum()
         assert (whole["correct"] == again["correct"])[safe].all()
@@ -315,7 +297,7 @@ def test_an_option_that_begins_another_takes_no_row(enc):
     def rows_of(*choices):
         task, row = task_of("mc", shots=0), {"query": "the cat", "choices": choices, "gold": 0}
         panel = panel_of(task, [row] * 3)
-        return ce.encode_task(task, panel, 1, prompts.line_encoder(enc), 64).rows
+        return ce.encode_task(task, panel, 1, enc, 64).rows
 
     assert len({len(enc.encode_ordinary(" " + c)) for c in ("Yes", "No")}) == 1
     assert len(rows_of("Yes", "No")) == 3  # they differ in their last token only
@@ -372,7 +354,7 @@ def test_an_interrupt_does_not_wait_for_the_next_tasks_texts(enc, monkeypatch):
     go = threading.Event()
     tasks = [task_of("mc", 0), task_of("mc", 0, label="next")]
     rows = make_rows("mc", 3)
-    panel = core_tasks.Panel("core", "parcae", None, tasks, rows={"made": rows, "next": rows})
+    panel = panel_of(tasks, rows)
     real = ce.encode_task
 
     def encode(task, *args):
@@ -543,9 +525,7 @@ def test_lambada_perplexity_is_that_of_the_slow_sum(enc, net):
         {"context": "the cat sat on", "continuation": "bread "},
         {"context": "saw a dog ", "continuation": " barn"},
     ]
-    panel = core_tasks.Panel(
-        "lambada", "lambada", None, [core_tasks.LAMBADA], rows={"lambada_openai": rows}
-    )
+    panel = panel_of(core_tasks.LAMBADA, rows, "lambada", name="lambada")
     found, nats = entry_of(net, enc, panel, 3, (7,)), 0.0
     for i, start in enumerate((4, 4)):  # four words; three words and a blank
         word = rows[i]["continuation"].strip()
@@ -582,9 +562,7 @@ def test_a_diverged_model_has_no_score(enc):
             answers_of(model, enc, task_of(kind), rows)
     rows = [{"context": "the", "continuation": "cat"}]
     hopeless = prefer(enc, ("the", " dog"), strength=1e3)
-    panel = core_tasks.Panel(
-        "lambada", "lambada", None, [core_tasks.LAMBADA], rows={"lambada_openai": rows}
-    )
+    panel = panel_of(core_tasks.LAMBADA, rows, "lambada", name="lambada")
     found = entry_of(hopeless, enc, panel)  # e^2000 nats
     assert found["perplexity"]["mean"] == math.inf
 
@@ -680,45 +658,29 @@ def test_dclm_needs_the_categories_of_its_tasks(tmp_path, capsys):
         assert "jeopardy" in core_tasks.load_panel(path).rows  # the others do not read it
 
 
-def test_download_resumes_and_is_checked(tmp_path, capsys, monkeypatch):
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-    from looped import corpus
-
+def test_the_bundle_is_fetched_once(tmp_path, capsys, monkeypatch):
+    """How a download is continued and checked: test_corpus.py."""
     monkeypatch.setattr(corpus, "BACK_OFF", 0)
-    noise = random.Random(0).randbytes(400_000)
-    body = write_bundle(tmp_path / "src.zip", {"noise.jsonl": noise}).read_bytes()
-    asked, mode = [], {"cut": True}
+    monkeypatch.setattr(core_tasks, "BUNDLE", tmp_path / "data" / "b.zip")
+    asked = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):  # noqa: N802
-            start = int(self.headers.get("Range", "bytes=0-")[6:-1])
-            asked.append(start)
-            content = mode.get("body", body)
-            self.send_response(206 if start else 200)
-            self.send_header("Content-Range", f"bytes {start}-/{len(content)}")
-            self.send_header("Content-Length", str(len(content) - start))
-            self.end_headers()
-            cut = mode.pop("cut", None)
-            self.wfile.write(content[start : len(content) // 2] if cut else content[start:])
+    def fetch_file(url, path, whole):
+        asked.append(url)
+        if len(asked) < 20:
+            raise ValueError("nobody there")
+        write_bundle(path, small_core())
+        assert whole(path)
 
-        def log_message(self, *a):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url, path = f"http://127.0.0.1:{server.server_port}/b.zip", tmp_path / "data" / "b.zip"
-    core_tasks.fetch_bundle(path, url)  # the first connection ends half way
-    assert path.read_bytes() == body
-    assert asked[0] == 0
-    assert len(body) // 2 - 2**16 < asked[1] <= len(body) // 2
-    mode["body"] = b"<html>not here</html>"
-    said = "cannot fetch", "damaged", "--bundle"
-    refused(capsys, lambda: core_tasks.fetch_bundle(tmp_path / "c.zip", url), *said)
-    server.shutdown()
-    server.server_close()
-    said = "cannot fetch", "continues", "--bundle"
-    refused(capsys, lambda: core_tasks.fetch_bundle(tmp_path / "d.zip", url), *said)
+    monkeypatch.setattr(core_tasks, "fetch_file", fetch_file)
+    assert core_tasks.bundle_at("mine.zip") == "mine.zip"
+    said = "cannot fetch https://karpathy", "nobody there", "continues", "--bundle"
+    refused(capsys, lambda: core_tasks.bundle_at(""), *said)
+    asked += ["before"] * 20
+    tries = len(asked)
+    for _ in range(2):
+        path = core_tasks.bundle_at(None)
+    assert len(core_tasks.load_panel(path).rows) == 22
+    assert asked[tries:] == [core_tasks.URL]
 
 
 # ---- the program
@@ -870,7 +832,7 @@ def test_ones_own_task_is_in_no_average_and_reruns_nothing(run, start, encoded, 
     start("--seeds", "5", "--task", task)  # another file is another task
     assert len(set(encoded)) == 1
     assert label not in encoded
-    for settings in ("xx", "mc,shots=x", "mc,chance=200", "mc,many=3", "mc,delimiter=tab"):
+    for settings in ("xx", "mc,shots=x", "mc,chance=200", "mc,many=3", "mc,chance=5,shots=2"):
         bad = f"{mine}:{settings}"
         refused(capsys, lambda: start("--task", bad), f"--task: {bad} is not FILE:KIND")  # noqa: B023
     with pytest.raises(FileNotFoundError):  # one line by run_cli
@@ -1050,7 +1012,6 @@ def test_other_weights_are_scored_anew_and_so_are_depths_that_are_missing(run, s
     depths = json.loads((run / "core_core_parcae.json").read_text())["depths"]
     assert len(depths["1"]["tasks"]) == 22
     torch.save({"step": 4, "model": net.state_dict()}, run / "step_0000004.pt")
-    capsys.readouterr()
     start("--seeds", "5", "--depth", "2")
     assert "another checkpoint" in capsys.readouterr().out
 
@@ -1079,21 +1040,8 @@ def test_dclms_shots_do_not_follow_the_seeds(enc, monkeypatch):
     assert ce.parse_args().seeds == [1234, 2345, 3456]
 
 
-def test_the_table_of_tasks_is_the_public_one():
-    shots = [0, 10, 10, 10, 10, 0, 10, 10, 0, 0, 10, 0, 0, 10, 3, 10, 10, 10, 10, 0, 10, 10]
-    assert [task.shots for task in TASKS[:22]] == shots
-    answer = [task.label for task in TASKS if task.delimiter == "\nAnswer: "]
-    short = ["jeopardy", "arc_easy", "arc_challenge", "piqa", "boolq"]
-    assert answer == [*short, "mmlu_fewshot", "logi_qa"]
-    chance = {task.label: task.chance["v1"] for task in TASKS[22:]}
-    assert (chance["siqa"], chance["logi_qa"]) == (33.3, 27)
-    assert chance["bigbench_elementary_math_qa"] == 20
-    assert chance["bigbench_conceptual_combinations"] == 25
-    assert TASKS[11].file == "language_understanding/winograd_wsc.jsonl"
-
-
 def test_extended_has_cores_average_of_the_22_and_its_own_of_all():
-    panel = core_tasks.Panel("core-extended", "parcae", None, TASKS)
+    panel = panel_of(TASKS, [], name="core-extended")
     entries = {}
     for i, task in enumerate(TASKS):
         entries[task.label] = {"centered": core_results.spread({"1": float(i >= 22)})}

@@ -721,6 +721,14 @@ def start(run, monkeypatch):
     return go
 
 
+def results(run, name="core_parcae"):
+    return json.loads((run / f"core_{name}.json").read_text())
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+
+
 @pytest.fixture
 def encoded(monkeypatch):
     """The labels of the tasks that are run."""
@@ -743,13 +751,13 @@ def test_program_says_in_one_line_that_a_diverged_run_has_no_score(start, monkey
 
 
 def test_program_writes_results_and_skips_what_is_done(run, start, encoded, capsys):
-    two_seeds = "--seeds", "5,6"
-    start("--depth", "1,2", *two_seeds)
+    flags = "--depth", "2", "--seeds", "5,6"
+    start(*flags, "--depth", "1,2")
     file = run / "core_core_parcae.json"
     out = capsys.readouterr().out
     assert "written" in out
     assert "CORE" in out
-    first = json.loads(file.read_text())
+    first = results(run)
     wanted = {"panel", "protocol", "baselines", "bundle_sha256", "max_per_task", "command", "date"}
     assert wanted <= set(first)
     assert first["dtype"] == "float32"
@@ -761,32 +769,29 @@ def test_program_writes_results_and_skips_what_is_done(run, start, encoded, caps
 
     # a second start computes what is missing, and keeps the rest
     encoded.clear()
-    start("--depth", "2", *two_seeds)
+    start(*flags)
     assert not encoded
-    assert json.loads(file.read_text())["depths"] == first["depths"]
+    assert results(run)["depths"] == first["depths"]
     part = dict(record, tasks={"copa": record["tasks"]["copa"]})
     file.write_text(json.dumps(dict(first, depths={"2": part})))
-    start("--depth", "2", *two_seeds)
+    start(*flags)
     assert "copa" not in encoded
     assert len(set(encoded)) == 21
-    assert json.loads(file.read_text())["depths"]["2"] == record
+    assert results(run)["depths"]["2"] == record
 
     # with other settings nothing is taken over, nor lost
     encoded.clear()
-    whole = file.read_bytes()
-    start("--depth", "2", *two_seeds, "--max-per-task", "12")
+    olds = {file.read_bytes()}
+    start(*flags, "--max-per-task", "12")
     assert len(set(encoded)) == 22
-    (old,) = run.glob("*.old-*")
-    assert old.read_bytes() == whole
     assert "another max_per_task; it is kept" in capsys.readouterr().out
-    other = json.dumps({**json.loads(file.read_text()), "bundle_sha256": "0"})
-    file.write_text(other)
-    start("--depth", "2", *two_seeds, "--max-per-task", "12")
+    file.write_text(json.dumps({**results(run), "bundle_sha256": "0"}))
+    olds.add(file.read_bytes())
+    start(*flags, "--max-per-task", "12")
     assert "made with another bundle_sha256" in capsys.readouterr().out
-    olds = {path.read_bytes() for path in run.glob("*.old-*")}
-    assert olds == {whole, other.encode()}
+    assert {path.read_bytes() for path in run.glob("*.old-*")} == olds
     file.write_text("{")
-    refused(capsys, lambda: start(*two_seeds), "core_core_parcae.json is damaged", "delete it")
+    refused(capsys, lambda: start(*flags), "core_core_parcae.json is damaged", "delete it")
 
 
 def test_evaluations_of_a_run_at_once_keep_each_others_depths(run, start, monkeypatch):
@@ -801,85 +806,72 @@ def test_evaluations_of_a_run_at_once_keep_each_others_depths(run, start, monkey
 
     monkeypatch.setattr(ce, "earlier", another_meanwhile)
     start("--seeds", "5", "--depth", "1")
-    depths = json.loads((run / "core_core_parcae.json").read_text())["depths"]
+    depths = results(run)["depths"]
     assert [depth for depth in depths if len(depths[depth]["tasks"]) == 22] == ["1", "3"]
 
 
 def test_ones_own_task_is_in_no_average_and_reruns_nothing(run, start, encoded, tmp_path, capsys):
     mine = tmp_path / "mine.jsonl"
-    mine.write_text("\n".join(json.dumps(row) for row in make_rows("mc", 9)))
-    task = f"{mine}:mc,shots=2,chance=25"
-    file = run / "core_core_parcae.json"
+    write_rows(mine, make_rows("mc", 9))
+    flags = "--seeds", "5", "--task", f"{mine}:mc,shots=2,chance=25"
     start("--seeds", "5")
-    before = json.loads(file.read_text())["depths"]["2"]
+    before = results(run)["depths"]["2"]
     encoded.clear()
-    start("--seeds", "5", "--task", task)
-    (label,) = set(encoded)
-    after = json.loads(file.read_text())["depths"]["2"]
+    start(*flags)
+    (label,) = encoded
+    after = results(run)["depths"]["2"]
     assert label.startswith("mine-")
     assert after["aggregate"] == before["aggregate"]
     added = after["tasks"].pop(label)
     assert after["tasks"] == before["tasks"]
     assert added["n"] == 9
-    score, over_chance = added["accuracy"]["mean"], added["centered"]["mean"]
-    assert over_chance == pytest.approx((score - 0.25) / 0.75)
+    score = added["accuracy"]["mean"]
+    assert added["centered"]["mean"] == pytest.approx((score - 0.25) / 0.75)
     encoded.clear()
     capsys.readouterr()
-    start("--seeds", "5", "--task", task)
+    start(*flags)
     assert not encoded
     assert re.search(rf"{label} +{score:.4f} .*\(kept\)", capsys.readouterr().out)
-    mine.write_text(mine.read_text() + "\n" + json.dumps(make_rows("mc", 1)[0]))
-    start("--seeds", "5", "--task", task)  # another file is another task
-    assert len(set(encoded)) == 1
+    write_rows(mine, make_rows("mc", 10))
+    start(*flags)  # another file is another task
+    assert len(encoded) == 1
     assert label not in encoded
     for settings in ("xx", "mc,shots=x", "mc,chance=200", "mc,many=3", "mc,chance=5,shots=2"):
         bad = f"{mine}:{settings}"
         refused(capsys, lambda: start("--task", bad), f"--task: {bad} is not FILE:KIND")  # noqa: B023
     with pytest.raises(FileNotFoundError):  # one line by run_cli
         start("--task", "no.jsonl:mc")
-    refused(
-        capsys,
-        lambda: start("--panel", "lambada", "--task", task),
-        "--task has no effect on lambada",
-    )
 
 
 def test_ones_own_tasks_alone_need_no_bundle(run, start, tmp_path, capsys):
     flags = ["--seeds", "5"]
     for name, count in (("one", 9), ("two", 5)):
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text("\n".join(json.dumps(row) for row in make_rows("mc", count)))
-        flags += ["--task", f"{file}:mc,shots=2,chance=25"]
+        write_rows(tmp_path / f"{name}.jsonl", make_rows("mc", count))
+        flags += ["--task", f"{tmp_path}/{name}.jsonl:mc,shots=2,chance=25"]
+    own = "--panel", "own", "--bundle", ""
     start(*flags)
-    beside = json.loads((run / "core_core_parcae.json").read_text())["depths"]["2"]["tasks"]
-    start(*flags, "--panel", "own", "--bundle", "")
-    alone = json.loads((run / "core_own_parcae.json").read_text())["depths"]["2"]
+    beside = results(run)["depths"]["2"]["tasks"]
+    start(*flags, *own)
+    alone = results(run, "own_parcae")["depths"]["2"]
     assert alone["tasks"] == {name: beside[name] for name in beside if "-" in name}
     means = [entry["centered"]["mean"] for entry in alone["tasks"].values()]
-    assert len(means) == 2 and alone["aggregate"]["mean"] == pytest.approx(np.mean(means))
+    assert len(means) == 2
+    assert alone["aggregate"]["mean"] == pytest.approx(np.mean(means))
     assert "own tasks" in capsys.readouterr().out
-    refused(capsys, lambda: start("--panel", "own", "--bundle", ""), "needs a --task")
-    refused(capsys, lambda: start("--panel", "own", *flags), "--bundle has no effect")
-    file.write_text("")  # too few for the second's shots: it is left out by name
-    start(*flags, "--panel", "own", "--bundle", "")
+    (tmp_path / "two.jsonl").write_text("")  # too few for its shots: it is left out by name
+    start(*flags, *own)
     assert "2 shots need more than the 0 examples" in capsys.readouterr().out
-    refused(
-        capsys,
-        lambda: start(*flags[:2], *flags[4:], "--panel", "own", "--bundle", ""),
-        "0 examples",
-    )
+    assert results(run, "own_parcae")["depths"]["2"]["aggregate"]["name"].startswith("1 of the 2")
+    refused(capsys, lambda: start(*flags[:2], *flags[4:], *own), "the 0 examples")
 
 
-def test_nanochat_is_parcae_at_seed_1234(run, start, capsys):
+def test_nanochat_is_parcae_at_seed_1234(run, start):
     start("--protocol", "nanochat")
     start("--seeds", "1234")
-    one = json.loads((run / "core_core_nanochat.json").read_text())
-    other = json.loads((run / "core_core_parcae.json").read_text())
+    one = results(run, "core_nanochat")
+    other = results(run)
     assert one["depths"] == other["depths"]
     assert one["protocol"] == "nanochat"
-    refused(
-        capsys, lambda: start("--protocol", "nanochat", "--seeds", "5"), "--seeds has no effect"
-    )
 
 
 def test_two_ranks_give_the_scores_of_one(run):
@@ -887,7 +879,7 @@ def test_two_ranks_give_the_scores_of_one(run):
     scores = []
     for ranks in (1, 2):
         run_program("core_eval.py", *flags, ranks=ranks)
-        scores.append(json.loads((run / "core_core_nanochat.json").read_text())["depths"])
+        scores.append(results(run, "core_nanochat")["depths"])
         (run / "core_core_nanochat.json").unlink()
     assert scores[0] == scores[1]
 
@@ -948,11 +940,15 @@ def test_flags_that_would_have_no_effect_are_refused(run, start, monkeypatch, ca
     for flags, said in (
         ("--panel lambada --protocol dclm", "--protocol has no effect on lambada"),
         ("--panel lambada --baselines v1", "--baselines"),
+        (f"--panel lambada --task {__file__}:mc", "--task"),
         ("--panel val --seeds 1", "--seeds has no effect on val"),
         ("--panel val --max-per-task 3", "--max-per-task"),
         ("--panel val", "--bundle"),
+        (f"--panel own --task {__file__}:mc", "--bundle has no effect on own"),
+        ("--protocol nanochat --seeds 5", "--seeds has no effect on nanochat"),
     ):
         refused(capsys, lambda: start(*flags.split()), said)  # noqa: B023
+    refused(capsys, lambda: start("--panel", "own", "--bundle", ""), "needs a --task")
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"data": None}))
     monkeypatch.setattr(sys, "argv", ["core_eval.py", str(run), "--panel", "val"])
@@ -1009,7 +1005,7 @@ def test_every_real_task_parses_and_renders(enc, protocol):
 def test_other_weights_are_scored_anew_and_so_are_depths_that_are_missing(run, start, net, capsys):
     start("--seeds", "5", "--depth", "2")
     start("--seeds", "5", "--depth", "1,2")
-    depths = json.loads((run / "core_core_parcae.json").read_text())["depths"]
+    depths = results(run)["depths"]
     assert len(depths["1"]["tasks"]) == 22
     torch.save({"step": 4, "model": net.state_dict()}, run / "step_0000004.pt")
     start("--seeds", "5", "--depth", "2")
@@ -1018,7 +1014,7 @@ def test_other_weights_are_scored_anew_and_so_are_depths_that_are_missing(run, s
 
 def test_baselines_v2_are_those_scores_are_centred_by(run, start):
     start("--seeds", "5", "--baselines", "v2")
-    record = json.loads((run / "core_core_parcae.json").read_text())["depths"]["2"]
+    record = results(run)["depths"]["2"]
     entry = record["tasks"]["commonsense_qa"]
     wanted = (entry["accuracy"]["mean"] - 0.403) / 0.597
     assert entry["centered"]["mean"] == pytest.approx(wanted)

@@ -118,7 +118,8 @@ def score_batch(model, task, depths, seed, device, batch: list[list[Option]]):
     """
     examples = [row[0].example for row in batch]
     keys = sequence_keys(seed, SEED_EVAL, task.index, each=examples)  # one for all options
-    ids, at, targets, keys = [to_device(x, device) for x in (*fill_batch(batch), keys)]
+    made = [*fill_batch(batch), keys]
+    ids, at, targets, keys = [to_device(x, device) for x in made]
     found = []
     for _, h in model.states(ids, depths, keys):
         x = model.coda(h, ids).flatten(0, 1)[at]  # (S, D)
@@ -144,7 +145,8 @@ def score_rows(model, work: EncodedTask, settings: Settings, seed) -> dict:
     groups = batches(work.rows, BATCH_TOKENS[device.type])
     score = functools.partial(score_batch, model, work.task, settings.depths, seed, device)
     with exact_products(device) as threads, ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(score, groups) if device.type == "cpu" else map(score, groups))
+        run = pool.map if device.type == "cpu" else map
+        parts = list(run(score, groups))
     scores = defaultdict(functools.partial(torch.empty, len(settings.depths), 3, 0))
     for group, part in zip(groups, parts):
         options = list(itertools.chain(*group))
@@ -230,7 +232,9 @@ def evaluate(model, enc, panel: Panel, settings: Settings, known=()):
         for seed, work in zip(settings.seeds, works):
             for depth, result in run_task(model, work, settings, seed).items():
                 found[depth][str(seed)] = result
-        entries = {depth: task_entry(work, of, settings.baselines) for depth, of in found.items()}
+        entries = {}
+        for depth, of_depth in found.items():
+            entries[depth] = task_entry(work, of_depth, settings.baselines)
         yield work.task.label, entries
 
 
@@ -238,7 +242,9 @@ def quick_score(model, enc, panel: Panel, place: Place) -> dict:
     """The panel's average at mu_rec with one seed, for train.py. NotFiniteError: there is none."""
     depth = model.cfg.mu_rec
     settings = Settings([depth], [1234], place)
-    entries = {label: found[depth] for label, found in evaluate(model, enc, panel, settings)}
+    entries = {}
+    for label, found in evaluate(model, enc, panel, settings):
+        entries[label] = found[depth]
     return summarise(panel, entries)["aggregate"]
 
 
@@ -337,7 +343,8 @@ def validation(model, enc, config, settings: Settings) -> dict:
     if known not in (None, data.sha256()):
         fail(f"{data.folder} holds other rows than those of the run; pack those again")
     rank, world, device = settings.place
-    held_out = HeldOut(data, torch.from_numpy(token_bytes(enc)).to(device), math.inf)
+    sizes = torch.from_numpy(token_bytes(enc)).to(device)
+    held_out = HeldOut(data, sizes, math.inf)
     found = validate(model, held_out, settings.depths, 16, rank, world)
     records = {}
     for depth, loss, bpb in zip(settings.depths, found["loss"].values(), found["bpb"].values()):
@@ -363,7 +370,8 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     done = [set()]
     if place.rank == 0:
         kept = earlier(path, header)
-        done = [set.intersection(*(set(kept.get(depth, ())) for depth in settings.depths))]
+        labels = [set(kept.get(depth, ())) for depth in settings.depths]
+        done = [set.intersection(*labels)]
         for label in done[0]:
             print(describe(label, kept[settings.depths[-1]][label]), "(kept)", flush=True)
     if place.world > 1:
@@ -372,7 +380,8 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
         for label, found in evaluate(model, enc, panel, settings, done[0]):
             place.say(describe(label, found[settings.depths[-1]]))
             if place.rank == 0:
-                merge(path, header, panel, {depth: {label: found[depth]} for depth in found})
+                new = {depth: {label: entry} for depth, entry in found.items()}
+                merge(path, header, panel, new)
     except NotFiniteError as e:
         fail(str(e))
     return merge(path, header, panel, {}) if place.rank == 0 else {}
@@ -390,12 +399,10 @@ def main():
     checkpoint = Path(args.run) / config["checkpoint"]
     told = ("panel", "protocol", "baselines", "max_per_task", "seeds")
     header = {name: getattr(args, name) for name in told}
-    header |= {
-        "dtype": str(model.dtype)[6:],
-        "checkpoint": f"{checkpoint.name} {file_hash(checkpoint)}",
-        "command": " ".join(sys.argv),
-        "date": datetime.now().isoformat(timespec="seconds"),
-    }
+    header["dtype"] = str(model.dtype)[6:]
+    header["checkpoint"] = f"{checkpoint.name} {file_hash(checkpoint)}"
+    header["command"] = " ".join(sys.argv)
+    header["date"] = datetime.now().isoformat(timespec="seconds")
     if args.panel == "val":
         records = validation(model, enc, config, settings)
     else:

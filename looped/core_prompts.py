@@ -91,8 +91,10 @@ def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
     found = []
     for group, (_, pool) in enumerate(sorted(pools.items())):
         solved = [task.delimiter.join(texts[gold]) for texts, gold in pool]
-        for (texts, gold), chosen in zip(pool[:share], draw(seed, len(pool), task.shots)):
-            found.append(Question(group, texts, gold, [solved[j] for j in chosen]))
+        drawn = draw(seed, len(pool), task.shots)
+        for (texts, gold), chosen in zip(pool[:share], drawn):
+            shots = [solved[j] for j in chosen]
+            found.append(Question(group, texts, gold, shots))
     return found
 
 
@@ -169,7 +171,8 @@ def dclm_options(task, question: Question, encode) -> list[tuple[np.ndarray, int
         if not answer.startswith(" "):
             answer = blank + answer
         scored = encode(answer)
-        options.append((np.concatenate([shots, encode(context), scored]), len(scored)))
+        whole = np.concatenate([shots, encode(context), scored])
+        options.append((whole, len(scored)))
     return options
 
 
@@ -267,13 +270,15 @@ def encode_task(
     start = [] if protocol == "lambada" else [enc.encode_single_token(BOS)]
     for number in range(place.rank, len(asked), place.world):
         options = OPTIONS[protocol](task, asked[number], encode)
-        example = Example(number, asked[number].gold, [], set() if options else {"not_prefix"})
+        odd = set() if options else {"not_prefix"}
+        example = Example(number, asked[number].gold, [], odd)
         distinct = {}
         for tokens, scored in options:
             whole = np.concatenate([start, tokens], dtype=np.int32, casting="unsafe")
             tokens, scored, odd = crop(whole, scored, context, task, protocol)
             option = Option(number, tokens[:-1], tokens[len(tokens) - scored :])
-            example.options.append(distinct.setdefault((scored, tokens.tobytes()), option))
+            key = scored, tokens.tobytes()
+            example.options.append(distinct.setdefault(key, option))
             example.odd |= odd
         work.examples.append(example)
         work.rows += share_rows(distinct.values())

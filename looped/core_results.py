@@ -34,9 +34,12 @@ def centred(accuracy: float, chance: float) -> float:
 
 def spread(per_seed: dict) -> dict:
     """Mean and population standard deviation over seeds."""
-    values = list(per_seed.values())
-    mean = float(np.mean(values)) if values else None
-    std = float(np.std(values)) if values else None
+    mean = None
+    std = None
+    if per_seed:
+        values = list(per_seed.values())
+        mean = float(np.mean(values))
+        std = float(np.std(values))
     return {"mean": mean, "std": std, "per_seed": per_seed}
 
 
@@ -44,22 +47,31 @@ def accuracy(correct, groups) -> float:
     """The share of right answers: a float32 mean, as in the public evaluators; over several groups
     (the categories of dclm) the plain mean of the groups' means.
     """
-    sums = np.bincount(groups, correct).astype(np.float32)
-    means = sums / np.bincount(groups).astype(np.float32)
+    right = np.bincount(groups, correct).astype(np.float32)
+    asked = np.bincount(groups).astype(np.float32)
+    means = right / asked
     return float(np.mean(means, dtype=np.float64))
 
 
 def task_entry(work: EncodedTask, results: dict, baselines: str) -> dict:
     """The record of a task at one depth, from {seed: result}."""
     chance = work.task.chance[baselines]
-    shares = {seed: accuracy(found["correct"], work.groups) for seed, found in results.items()}
-    over_chance = {seed: centred(share, chance) for seed, share in shares.items()}
-    entry = {"accuracy": spread(shares), "centered": spread(over_chance), "n": len(work.groups)}
+    accuracies = {}
+    over_chance = {}
+    perplexities = {}
+    for seed, result in results.items():
+        share = accuracy(result["correct"], work.groups)
+        accuracies[seed] = share
+        over_chance[seed] = centred(share, chance)
+        nats = torch.tensor(result["nats"].mean())
+        perplexities[seed] = nats.exp().item()
+    entry = {"accuracy": spread(accuracies), "centered": spread(over_chance)}
+    entry["n"] = len(work.groups)
     for name in ODDITIES:
-        entry[name] = int(sum(found[name].sum() for found in results.values()))
+        counts = [result[name].sum() for result in results.values()]
+        entry[name] = int(sum(counts))
     if work.protocol == "lambada":
-        nats = {seed: torch.tensor(found["nats"].mean()) for seed, found in results.items()}
-        entry["perplexity"] = spread({seed: mean.exp().item() for seed, mean in nats.items()})
+        entry["perplexity"] = spread(perplexities)
     return entry
 
 
@@ -73,7 +85,8 @@ def average(title: str, tasks: list[Task], entries: dict) -> dict:
         title = f"{len(done)} of the {len(tasks)} tasks of {title}"
     means = {}
     for seed in dict.fromkeys(itertools.chain(*done)):
-        means[seed] = float(np.mean([scores[seed] for scores in done]))
+        scores = [per_seed[seed] for per_seed in done]
+        means[seed] = float(np.mean(scores))
     return {"name": title, **spread(means), "tasks_done": len(done), "tasks_total": len(tasks)}
 
 

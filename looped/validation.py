@@ -63,5 +63,7 @@ def validate(model, held_out: HeldOut, depths: list, batch: int, rank: int = 0, 
     count = rows * data.seq_len
     bits = nats_with_bytes / size / math.log(2)
     names = [str(depth) for depth in depths]
-    loss = dict(zip(names, (nats / count).tolist()))
-    return {"eval_tokens": count, "loss": loss, "bpb": dict(zip(names, bits.tolist()))}
+    loss = nats / count
+    loss = dict(zip(names, loss.tolist()))
+    bpb = dict(zip(names, bits.tolist()))
+    return {"eval_tokens": count, "loss": loss, "bpb": bpb}

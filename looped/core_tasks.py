@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from looped.console import fail, outside
-from looped.corpus import GivenUpError, fetch_file, with_retries
+from looped.corpus import fetch_file
 from looped.files import file_hash
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -211,11 +211,10 @@ def bundle_at(path, rank=0):
     if rank == 0 and not BUNDLE.is_file():
         BUNDLE.parent.mkdir(parents=True, exist_ok=True)
         print(f"fetching {URL} to {BUNDLE}; without a network: --bundle PATH", flush=True)
-        try:
-            with_retries(fetch_file, URL, BUNDLE, zipfile.is_zipfile)
-        except GivenUpError as e:
+        reason = fetch_file(URL, BUNDLE, zipfile.is_zipfile)
+        if reason:
             advice = "try again, it continues, or give the zip or its folder with --bundle PATH"
-            fail(f"cannot fetch {URL} ({e}); {advice}")
+            fail(f"cannot fetch {URL} ({reason}); {advice}")
     while not BUNDLE.is_file():  # polling, since a collective would give up after minutes
         time.sleep(1)
     return BUNDLE

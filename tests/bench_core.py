@@ -2,18 +2,17 @@
 
     python tests/bench_core.py --bundle eval_bundle.zip                     # 100 examples a task
     python tests/bench_core.py --bundle eval_bundle.zip --depth 1,2,4,8,16
-    python tests/bench_core.py --bundle eval_bundle.zip --run runs/tiny-euler
+    python tests/bench_core.py --bundle eval_bundle.zip --run runs/nano-euler-s0
     python tests/bench_core.py --bundle eval_bundle.zip --panel core --host 1 8 --tokenizer … --seq-len 2048
 
 The slow loop (slow_core.py) does what the public evaluators do: one forward pass for each example
 and depth, its rows padded to the longest, logits, losses and greedy tokens at every position. Tasks
-alternate between the two, so that a busy machine slows both. Without --run: a random `tiny` model.
+alternate between the two, so that a busy machine slows both. Without --run: a random model.
 
 --host: no model at all, the processor time of what a rank's host does beside the GPU, all examples, one seed.
 """
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections import Counter
@@ -30,12 +29,12 @@ import core_eval as ce  # noqa: E402
 from looped.console import counts, run_cli  # noqa: E402
 from looped.core_tasks import load_panel  # noqa: E402
 from looped.tokenizer import load_tokenizer  # noqa: E402
-from model import PRESETS, Model, load_run  # noqa: E402
+from model import Model, ModelConfig, load_run  # noqa: E402
 
 
 def random_model(enc, seq_len, seed=0):
-    """The `tiny` preset with all weights moved off their zero initialisation."""
-    cfg = dataclasses.replace(PRESETS["tiny"], vocab_size=enc.n_vocab, seq_len=seq_len)
+    """A small model with all weights moved off their zero initialisation."""
+    cfg = ModelConfig(vocab_size=enc.n_vocab, seq_len=seq_len, d_model=128, n_head=2, d_mlp=512)
     model = Model(cfg)
     model.init_weights(seed)
     g = torch.Generator().manual_seed(seed)
@@ -110,7 +109,7 @@ def parse_args():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = p.add_argument
     add("--bundle", required=True, help="zip or folder of the task data")
-    add("--run", default="", help="run directory (default: a random tiny model)")
+    add("--run", default="", help="run directory (default: a random one)")
     add("--tokenizer", default="data/tokenizer.json", help="when no run is given")
     add("--panel", default="core-extended", choices=["core", "core-extended"])
     add("--protocol", default="parcae", choices=["parcae", "dclm"])

@@ -587,9 +587,9 @@ def test_speedrun_refuses_what_it_cannot_use_in_one_line(tmp_path):
         shutil.copy(path, tmp_path)
     shutil.copytree(ROOT / "looped", tmp_path / "looped")
     (tmp_path / "mine" / "text").mkdir(parents=True)
-    (tmp_path / "data" / "text-v4096").mkdir(parents=True)
-    (tmp_path / "data" / "text-v4096" / "source").write_text("/others/text\n")
-    of_others = "data/text-v4096 was made from /others/text, not "  # whose tokenizer it would take
+    (tmp_path / "data" / "text-v1024").mkdir(parents=True)
+    (tmp_path / "data" / "text-v1024" / "source").write_text("/others/text\n")
+    of_others = "data/text-v1024 was made from /others/text, not "  # whose tokenizer it would take
     for name, value, why in (
         ("TOKENS", "many", "TOKENS=many is not a number"),
         ("JOBS", "0", "JOBS=0 is not a whole number"),

@@ -130,6 +130,7 @@ def headline(runs: list[LoggedRun]) -> str:
 
 def loss_table(runs: list[LoggedRun]) -> list[str]:
     """The last validation of each run: at its own mu_rec, then at all depths."""
+    depths = sorted(set().union(*(run.last["loss"] for run in runs)))
     rows = []
     for run in runs:
         row = {
@@ -141,7 +142,7 @@ def loss_table(runs: list[LoggedRun]) -> list[str]:
             "perplexity": np.exp(run.loss),
             "bits per byte": run.last["bpb"].get(run.depth),
         }
-        losses = {f"depth {depth}": loss for depth, loss in run.last["loss"].items()}
+        losses = {f"depth {depth}": run.last["loss"].get(depth) for depth in depths}
         rows.append(row | losses)
     frame = pd.DataFrame(rows).set_index(["run", "depth"])
     return frame_table(frame.map(fmt))

@@ -1000,6 +1000,8 @@ class Model(nn.Module):
         any number of rows would be used for all rows too.
         """
         self.is_compiled = True
+        # Inductor may split "any number" by size; past torch's limit of 8 graphs, loops run uncompiled
+        torch._dynamo.config.recompile_limit = 32
         compiled = functools.partial(torch.compile, backend=backend)
         self.whole_step = compiled(self.core_step, dynamic=False)
         self.core_step = compiled(self.core_step)

@@ -262,8 +262,9 @@ def warm_up(model, rows: int, place: Place) -> None:
     """Compiles all graphs of training and validation, and takes the most memory that they do.
 
     The order matters, since a graph is made for the first sizes that it sees: all rows alike; rows
-    that leave one by one, then rows that join one by one, which gives several rows and one; on a
-    GPU, all rows as deep as one draw in ten million; last, a batch without gradient.
+    that leave one by one, then rows that join one by one, which gives several rows and one. On a
+    GPU then every number of rows, since Inductor may bind a graph to a range of them; and all rows
+    as deep as one draw in ten million. Last, a batch without gradient.
     """
     cfg = model.cfg
     tokens = torch.zeros(rows, cfg.seq_len + 1, dtype=torch.int64, device=place.device)
@@ -277,6 +278,9 @@ def warm_up(model, rows: int, place: Place) -> None:
         ragged = np.maximum(3 - np.arange(rows), 1)
         depths = [(ones, ones), (ragged, ones), (none, ragged)]
         if place.is_gpu:
+            for active in range(rows - 1, 2, -1):
+                first = (np.arange(rows) < active).astype(np.int64)
+                depths.append((first, ones + first))  # loops of so many rows, without and with
             depths.append(deepest(cfg, rows))
     for n, k in depths:
         if cfg.granularity == "token":  # a row's tokens are as deep as the row

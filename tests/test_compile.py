@@ -3,6 +3,8 @@
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,6 +104,22 @@ def test_all_rows_run_the_graphs_of_their_number(recomputed):
         ran.clear()
         model.loss(*inputs, np.array(n), np.array(k))[0].backward()
         assert set(ran) == expected
+
+
+def test_on_a_gpu_the_warm_up_meets_every_number_of_rows():
+    """Inductor bound the graph of two rows to at most three: thirty were compiled in a step."""
+    model = Model(SMALL)
+    model.init_weights(0)
+    step = model.core_step
+    seen = set()
+
+    def core_step(h, *rest):
+        seen.add((len(h), torch.is_grad_enabled()))
+        return step(h, *rest)
+
+    model.core_step = core_step
+    warm_up(model, 6, SimpleNamespace(is_gpu=True, device=torch.device("cpu")))
+    assert seen == set(product(range(1, 7), (True, False)))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -28,7 +28,9 @@ def explain(e: Exception, args, progress: dict) -> None:
         advice = less_memory(rows, args.batch_size, world)
         what = f"out of memory with --device-batch-size {rows} ({one_line(e)}); {advice}"
     elif isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
-        what = f"another rank ended or hangs, and said why if it could ({one_line(e)})"
+        # gloo's message, without its place in the source and its advice
+        reason = str(e).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        what = f"another rank ended or hangs, and said why if it could ({reason})"
     elif isinstance(e, OSError) and step:
         what = f"{e.filename or args.out}: {e.strerror or e}"
     else:

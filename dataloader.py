@@ -152,15 +152,18 @@ def plan(args, manifest):
     return settings, {VAL_FILE: units[0]} | shards
 
 
-def earlier_shards(folder, manifest, units):
-    """{file: entry} of each shard that an earlier run has packed, its sources unchanged or deleted
-    since; of others {file: None}.
+def earlier_shards(folder, manifest, units, row):
+    """{file: entry} of each shard that an earlier run has packed: whole on disk, its sources
+    unchanged or deleted since; of others {file: None}. row: tokens of a row.
     """
     entries = dict.fromkeys(units)
     for entry in filter(None, [manifest.get("val"), *manifest.get("train", [])]):
         file = entry["file"]
         unit = units.get(file)
-        if not unit or entry["source"] != unit.name or not (folder / file).exists():
+        path = folder / file
+        if not unit or entry["source"] != unit.name or not path.exists():
+            continue
+        if path.stat().st_size != 128 + 2 * entry["rows"] * row:
             continue
         if not there(unit) or entry["source_sha256"] == file_hash(*unit.paths):
             entries[file] = entry
@@ -204,12 +207,13 @@ def pack(args):
             if was != new:
                 changed = f"{name} {was} (now {new})"
                 fail(f"{out} was packed with {changed}; delete it or choose another --out")
-        if not own.exists() or file_hash(own) != settings["tokenizer_sha256"]:
+        known = manifest or (own.exists() and file_hash(own) == settings["tokenizer_sha256"])
+        if not known:
             for file in (own.name, *units):
                 if (out / file).exists():
                     fail(f"{out} holds a {file} of another making; move it or choose another --out")
         write_atomic(own, args.tokenizer.read_bytes())  # the rows' copy
-        entries = earlier_shards(out, manifest, units)
+        entries = earlier_shards(out, manifest, units, args.seq_len + 1)
         missing = {file: units[file] for file, entry in entries.items() if not entry}
         if missing:
             save_manifest(out, settings, entries)
@@ -270,8 +274,10 @@ class PackedData:
     visits them.
     """
 
-    def __init__(self, folder, check=False):
-        """check: verify every shard's checksum, not only that of the validation rows."""
+    def __init__(self, folder, check=(0, 0)):
+        """check = (i, n): verify the checksums of every n-th shard from the i-th on, not only of
+        the validation rows.
+        """
         self.folder = Path(folder)
         self.caught: list = []  # signals, which end a wait
         self.check = check
@@ -295,8 +301,10 @@ class PackedData:
         self.seq_len = m["seq_len"]
         if m["val"] and not self.shards["val"]:
             self.shards["val"].append(self._open(m["val"], check=True))
-        for entry in m["train"][len(self.shards["train"]) :]:
-            self.shards["train"].append(self._open(entry, self.check))
+        train = self.shards["train"]
+        first, every = self.check
+        for entry in m["train"][len(train) :]:
+            train.append(self._open(entry, check=every and len(train) % every == first))
 
     def _open(self, entry, check):
         """Maps a shard that is as the manifest says."""
@@ -320,6 +328,9 @@ class PackedData:
             self._read()
             return self.manifest["complete"] or self.rows(split) > before
 
+        rows = self.rows(split)
+        if self.manifest["shuffle"] == "shard" and i >= rows > 0 and i % rows == 0:
+            self._read()  # a stream may have been lengthened before this epoch
         while i >= self.rows(split) and not self.manifest["complete"]:
             what = f"data: row {i:,} for {split}, from pack --stream to {self.folder}"
             wait_until(grown, PATIENCE, what, self.caught)

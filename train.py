@@ -35,7 +35,13 @@ import torch.distributed as dist
 import core_eval
 from dataloader import PackedData
 from looped.announce import announce, choices_made, run_config
-from looped.checkpoint import MISFIT_ERRORS, join_writer, restore, save_checkpoint
+from looped.checkpoint import (
+    MISFIT_ERRORS,
+    differences,
+    join_writer,
+    restore,
+    save_checkpoint,
+)
 from looped.console import (
     Parser,
     counts,
@@ -301,7 +307,10 @@ def open_data(args, cfg: ModelConfig, place: Place) -> PackedData:
     if not (folder / "manifest.json").is_file():
         make = f"python dataloader.py pack --out {folder} …"
         refuse(f"--data {folder} holds no packed rows; make them with `{make}`")
-    data = PackedData(folder, check=True)
+    # the ranks of a machine share the work of verifying checksums
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    data = PackedData(folder, check=(local, here))
     check_rows(data, cfg, args.batch_size)
     return data
 
@@ -588,8 +597,13 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
 def begin_from(run, model: Model, data: PackedData) -> None:
     """Gives the model another run's newest weights."""
     try:
-        other, _, config = load_run(run)
-        model.load_state_dict(other.state_dict(), assign=True)
+        other, cfg, config = load_run(run)
+        try:
+            model.load_state_dict(other.state_dict(), assign=True)
+        except RuntimeError:
+            unlike = differences(dataclasses.asdict(cfg), dataclasses.asdict(model.cfg))
+            names = ", ".join(unlike) or "another model.py"
+            raise ValueError(f"it has other weights: {names}") from None
         same_tokens = config["tokenizer"]["sha256"] == data.manifest["tokenizer_sha256"]
     except (*MISFIT_ERRORS, FileNotFoundError) as e:
         fail(f"--init-from {run}: {one_line(e)}")
@@ -725,7 +739,10 @@ def train(args, progress: dict) -> None:
     # 5. the end
     join_writer()
     if step < steps or stopped:
-        place.say(f"stopped after step {step} of {steps} and saved; --resume continues")
+        done = f"stopped after step {step} of {steps} and saved"
+        if step == first:
+            done = f"nothing was done: the run is at step {step} of {steps} already"
+        place.say(f"{done}; --resume continues")
     else:
         evaluate(run, steps, final=True)
     leave(place)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from looped.console import DAMAGE, flag, outside
+from looped.console import DAMAGE, fail, flag, outside
 from looped.files import file_hash, write_atomic
 from looped.settings import unheeded
 
@@ -134,9 +134,12 @@ def restore(path: Path, model, optimizer) -> int:
     """Puts a checkpoint into model and optimiser -> its step. One of another model ends the
     program.
     """
+    try:
+        state = read_checkpoint(path)
+    except ValueError as e:
+        fail(f"{e} to use the one before")
     advice = "bring back its model.py and flags, or name another run with --out"
     with outside(f"{path} does not fit this model", advice, MISFIT_ERRORS):
-        state = read_checkpoint(path)
         same_settings(state, model.cfg)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

@@ -85,7 +85,8 @@ def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
         if protocol == "dclm" and task.by_category:
             category = row["category"].strip()
         texts = option_texts(row, task.kind, protocol)
-        pools[category].append((texts, row.get("gold", 0)))
+        gold = 0 if task.kind == "lm" else row["gold"]
+        pools[category].append((texts, gold))
     share = math.ceil(limit / len(pools)) if limit else None
     draw = dclm_shots if protocol == "dclm" else parcae_shots
     found = []

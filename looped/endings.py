@@ -24,8 +24,8 @@ def explain(e: Exception, args, progress: dict) -> None:
     step = progress["step"]
     no_memory = isinstance(e, MemoryError | torch.OutOfMemoryError)
     if no_memory or re.search("allocate memory|bad_alloc", str(e)):
-        rows = args.device_batch_size
-        advice = less_memory(rows, args.batch_size, world)
+        rows = args.device_batch_size or 1  # it may not be settled yet
+        advice = less_memory(rows, args.batch_size or 1, world)
         what = f"out of memory with --device-batch-size {rows} ({one_line(e)}); {advice}"
     elif isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
         # gloo's message, without its place in the source and its advice

@@ -32,6 +32,9 @@ def write_atomic(path, content):
         if isinstance(e, OSError) and not e.filename:
             e.filename = str(path)  # a full disk does not say which file
         raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the rename, too, must reach the disk
+    os.close(folder)
 
 
 @contextlib.contextmanager

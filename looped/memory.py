@@ -126,15 +126,16 @@ def less_memory(rows: int, batch: int, world: int) -> str:
 def steps_to_try(
     cfg, base: Step, batch: int, rows=None, chunks=(0, CHUNK), less=True
 ) -> list[Step]:
-    """Steps of so many rows, or else of each device batch, the best first: those of many tokens
-    with each loss chunk, and, unless less is False, those of few tokens or of given rows once more
-    with less kept for the backward pass.
+    """Steps of so many rows, or else of each device batch, the best first, with each loss chunk.
+
+    less: whether less may be kept for the backward pass, as in compiled steps. Those of few tokens
+    or of given rows are then tried once more with less; and few tokens gain nothing by chunks.
     """
     steps = []
     for count in [rows] if rows else device_batches(DEVICE_BATCH, batch, base.world):
         few = count * cfg.seq_len <= FEW_TOKENS
         keeps_less = (False, True) if less and (rows or few) else (False,)
-        for kept, chunk in product(keeps_less, chunks[:1] if few else chunks):
+        for kept, chunk in product(keeps_less, chunks[:1] if few and less else chunks):
             steps.append(replace(base, rows=count, keep_less=kept, loss_chunk=chunk))
     return steps
 

@@ -32,7 +32,7 @@ def default_directory(args, cfg) -> str:
 def decisive(config: dict) -> dict:
     """Of config.json what must stay when a run is continued, in one dictionary."""
     flags = {name: value for name, value in config["args"].items() if name not in CHANGEABLE}
-    hashes = {name: config[name]["sha256"][:16] for name in ("tokenizer", "data")}
+    hashes = {name: str(config[name]["sha256"])[:16] for name in ("tokenizer", "data")}
     return config["model"] | flags | hashes
 
 

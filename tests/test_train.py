@@ -404,8 +404,9 @@ def test_resumed_is_bitwise_uninterrupted_and_a_finished_run_is_left_alone(
 ):
     run = tmp_path / "r"
     here(packed, run, "--stop-at", "5")  # its validation is left to the continued run
+    assert "stopped after step 5 of 12 and saved" in capfd.readouterr().out
     here(packed, run, "--stop-at", "2", "--resume")
-    assert capfd.readouterr().out.count("stopped after step 5 of 12 and saved") == 2
+    assert "nothing was done: the run is at step 5 of 12" in capfd.readouterr().out
     here(packed, run, "--resume")
     assert_identical(run, base)
     before = contents(run)
@@ -564,6 +565,10 @@ def test_faults_from_outside_are_one_line_and_others_are_not(base, capsys):
             explain(error, args, {"step": 7})
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line and "after step 7" in line and "step_0000012.pt" in line
+    unsettled = train.parse_args([])  # before the device batch is found
+    with pytest.raises(SystemExit, match="1"):
+        explain(torch.OutOfMemoryError("CUDA"), unsettled, {"step": 0})
+    assert "out of memory" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="a fault of ours"):
         explain(RuntimeError("a fault of ours"), args, {"step": 7})
 
@@ -790,7 +795,7 @@ def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path, capsys):
         capsys,
         lambda: here(packed, tmp_path / "other", *other),
         "--init-from",
-        "size mismatch for ",
+        "other weights: --d-mlp 64 (now 48)",
     )
     for other in (["--init-from", "nowhere"], ["--core-every", "1", "--bundle", "nowhere"]):
         refused(capsys, lambda other=other: here(packed, tmp_path / "other", *other), "nowhere")

@@ -324,7 +324,7 @@ def open_run(run, device):
         known = config["tokenizer"]["sha256"]
         source = config["tokenizer"]["path"]
     except (FileNotFoundError, RuntimeError, *DAMAGE) as e:
-        fail(f"{run}: {one_line(e)}; name the directory of a run that has a checkpoint")
+        fail(f"{run}: {one_line(e)}; name a run with a checkpoint, made by this code")
     if not path.is_file() or file_hash(path) != known:
         mend = f"copy {source} there, or import the weights again"
         fail(f"{path} is not there, or not the tokenizer of the checkpoint; {mend}")

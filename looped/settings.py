@@ -91,11 +91,11 @@ def settle_optimizer(args, recipe) -> None:
     if optimizer == "adamw":
         refuse_idle(vars(args), MUON_FLAGS, "with --optimizer adamw")
         args.momentum_warmup = 0
+    elif args.muon_lr is None and recipe.muon_lr == 0:
+        why = f"the recipe of {args.preset} has none; try --muon-lr 8e-3"
+        refuse(f"--optimizer {optimizer} needs a rate, and {why}")
     if args.weight_decay is None:
         args.weight_decay = 0.0 if optimizer == "adamw" else 0.2
-    if optimizer == "muon" and args.muon_lr is None and recipe.muon_lr == 0:
-        why = f"the recipe of {args.preset} has none; try --muon-lr 8e-3"
-        refuse(f"--optimizer muon needs a rate, and {why}")
 
 
 def ramp_steps(length: float, steps: int) -> float:

@@ -258,6 +258,19 @@ def test_what_else_differs_is_a_warning(tmp_path, change, warning):
     assert warned.startswith("Warning: ") and warning in warned
 
 
+def test_edits_without_a_flag_are_arms_of_their_own_and_repeated_runs_are_named(tmp_path):
+    base = make_run(tmp_path / "base")
+    loop = make_run(tmp_path / "loop", shift=0.01, network_code="abcd")
+    other = make_run(tmp_path / "other", shift=0.02, network_code="abce")
+    rule = make_run(tmp_path / "rule", shift=0.03, git={"diff": "muon.py"})
+    said = [text for text in compare(base, loop, other, rule) if text.startswith("With other code")]
+    for text, gap in zip(said, ("+0.0100", "+0.0200", "+0.0300"), strict=True):
+        assert f"the loss changes by {gap} nats/token, n = 1" in text
+    twice = make_run(tmp_path / "twice", shift=0.04)
+    (said,) = compare(base, twice)
+    assert said.endswith("repeats a run, and is not compared.")
+
+
 def test_a_flag_that_one_run_was_not_given_differs(tmp_path):
     values = (None, None, "a")
     runs = [make_run(tmp_path / str(i), args={"init_from": x}) for i, x in enumerate(values)]

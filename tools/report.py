@@ -30,6 +30,7 @@ from looped.figures import (
     records_table,
     save_page,
 )
+from looped.files import json_hash
 from looped.logs import CoreRules, LoggedRun, read_run
 from looped.run_directory import CHANGEABLE
 from looped.settings import unheeded
@@ -81,19 +82,27 @@ def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
         was = theirs.get(name)
         if value not in (was, expected.get(name)) and name not in idle:
             found.append(f"{name} {value} instead of {was}")
-    if not found and run.config.get("network_code") != base.config.get("network_code"):
-        found.append("other code of the network")
+    if not found and code(run) != code(base):
+        found.append(f"other code ({code(run)})")
     return found
+
+
+def code(run: LoggedRun) -> str:
+    """A short hash of the network's code, and of the changes that were not committed."""
+    return json_hash([run.config.get("network_code"), run.config["git"].get("diff")])[:8]
 
 
 def compare_arms(runs: list[LoggedRun]) -> list[str]:
     """A sentence on each arm against the first one, and what makes the comparison unfair."""
     arms = {}  # {changes: {seed: loss}}
+    remarks = []
     for run in runs:
         arm = arms.setdefault(tuple(changes(run, runs[0])), {})
-        arm[run.flags["seed"]] = run.loss
+        seed = run.flags["seed"]
+        if seed in arm:
+            remarks.append(f"Warning: {run.name} repeats a run, and is not compared.")
+        arm.setdefault(seed, run.loss)
     base = arms[()]
-    remarks = []
     for changed, losses in arms.items():
         words = ", ".join(changed)
         gaps = [losses[seed] - base[seed] for seed in losses if seed in base]

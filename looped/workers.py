@@ -38,6 +38,9 @@ def worker_pool(n):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield pool
+    except OSError:  # a full disk: Python's own end, while workers run, can warn of a closed pipe
+        pool.shutdown(cancel_futures=True)
+        raise
     except BrokenProcessPool:
         fail(f"a worker process was killed, perhaps for lack of memory; try --workers {n // 2}")
     finally:

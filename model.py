@@ -44,7 +44,7 @@ from looped.checkpoint import (
     same_settings,
 )
 from looped.console import flag, one_line
-from looped.depth import DEPTH_LAWS, GRANULARITIES, Loop, even_plan, training_plan
+from looped.depth import DEPTH_LAWS, GRANULARITIES, MAX_DEPTH, Loop, even_plan, training_plan
 from looped.flops import flops_per_token
 from looped.layers import EPS, Embedding, Linear, RMSNorm, copied
 from looped.machine import note_other_code, to_device
@@ -400,12 +400,11 @@ CHOICES = {
     "granularity": GRANULARITIES,
 }
 POSITIVE = ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams", "rope_theta")
-# drawing a depth takes as long as its mean; others: 2^20
-LARGEST = {
+LARGEST = {  # others: 2^20
     "n_prelude": 4096,
     "n_core": 4096,
     "n_coda": 4096,
-    "mu_rec": 10000,
+    "mu_rec": MAX_DEPTH,
     "rope_theta": 1 << 31,
 }
 

@@ -17,6 +17,7 @@ import torch
 from looped.machine import to_device
 from looped.randomness import SEED_DEPTH, sequence_key, uniforms
 
+MAX_DEPTH = 10_000  # of mu_rec and of what is asked for: drawing a depth takes as long as its mean
 BATCH_GROUP = 32  # sequences that share a depth under granularity "batch": the paper's micro-batch
 
 

@@ -391,7 +391,7 @@ def sizes(scale):
     paper's four models at its lengths.
     """
     if scale == "nano":
-        lengths = {32: 2710400, 64: 6.9e6, 96: 12552320}
+        lengths = {32: 2710400, 64: 6.9e6, 96: 12552320}  # {width: tokens}
         shapes = {d: f"--d-model {d} --d-mlp {4 * d}" for d in lengths}
         return [[Arm(f"d {d}", flags=shapes[d], tokens=D, budget=0) for d, D in lengths.items()]]
     models = LENGTHS.items()

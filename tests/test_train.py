@@ -833,6 +833,7 @@ REFUSED = {
     "--preset rdm-nano --optimizer muon": "--optimizer muon needs a rate",
     "--eval-depths 1,x": "--eval-depths: 1,x must be whole numbers",
     "--eval-depths 0,1": "--eval-depths: 0,1 must be whole numbers",
+    "--eval-depths 1,10001": "--eval-depths 10001 is more than 10,000",
     "--eval-tokens 31": "--eval-tokens 31 is less than a row of 32 tokens",
     "--vocab-size 301": "vocab_size 300, the model has 301",
     "--seq-len 64": "seq_len 32, the model has 64",

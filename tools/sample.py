@@ -28,13 +28,12 @@ from looped.console import (
     positive_int,
     run_cli,
 )
-from looped.depth import even_plan
+from looped.depth import MAX_DEPTH, even_plan
 from looped.machine import DEVICES, pick_device
 from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
 EXIT_THRESHOLD = 5e-4  # nats: the threshold of --depth auto
-MAX_DEPTH = 10_000  # every loop of every token has keys and values of its own
 
 
 @dataclass

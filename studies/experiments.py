@@ -9,7 +9,7 @@ and writes a page.
     python -m studies.experiments gains --dry-run # only prints the commands that are left to do
     python -m studies.experiments gains --page # only writes the page, from the ledger
 
-Runs are kept in runs/studies/: a begun one continues; one in results/runs.jsonl (same flags, seed
+Runs are kept in runs/studies/: a begun one continues; one in results/ledger/ (same flags, seed
 and data) is not repeated; one that another process is training counts as failed. Written:
 results/NAME-SCALE.md (for the default rows NAME-SCALE-stdlib.md) and its figures, replacing older
 ones. A run that diverges is a result.

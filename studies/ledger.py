@@ -1,6 +1,6 @@
 """
-The ledger of the studies: results/runs.jsonl, one JSON line for every finished or diverged
-training.
+The ledger of the studies: one JSON line for every finished or diverged training, in
+results/ledger/, a file for each set of rows, named by the beginning of their hash.
 
 Pages and figures are made from these lines alone, and a run whose line is there is not
 repeated, so that a study can be continued on another machine from what is committed. Of equal
@@ -25,7 +25,7 @@ from looped.run_directory import CHANGEABLE
 from looped.settings import unheeded
 from model import ModelConfig
 
-LEDGER = Path("results/runs.jsonl")
+LEDGER = Path("results/ledger")
 CURVE_POINTS = 20
 LOGGED = ["loss", "state_norm", "residual"]  # of the training log
 # Settings that decide nothing (CHANGEABLE), or that others imply: the network and the rates imply
@@ -197,19 +197,18 @@ def of_steps(steps: pd.DataFrame) -> dict:
 def read_ledger() -> dict[tuple, dict]:
     """{(identity, rows): line}; losses by depth have whole numbers as keys."""
     found = {}
-    if not LEDGER.is_file():
-        return found
-    for number, text in enumerate(LEDGER.read_text(encoding="utf-8").splitlines(), 1):
-        with outside(f"line {number} of {LEDGER} is damaged", "restore or delete it"):
-            line = json.loads(text)
-            line["loss"] = by_depth(line["loss"])
-            found[identity(line["settings"]), line["data"]] = line
+    for file in sorted(LEDGER.glob("*.jsonl")):
+        for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            with outside(f"line {number} of {file} is damaged", "restore or delete it"):
+                line = json.loads(text)
+                line["loss"] = by_depth(line["loss"])
+                found[identity(line["settings"]), line["data"]] = line
     return found
 
 
 def append(line: dict) -> None:
     """Adds a line; several processes may write to one ledger."""
-    LEDGER.parent.mkdir(parents=True, exist_ok=True)
-    with open(LEDGER, "a", encoding="utf-8") as file:
+    LEDGER.mkdir(parents=True, exist_ok=True)
+    with open(LEDGER / f"{line['data'][:10]}.jsonl", "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(line, ensure_ascii=False) + "\n")

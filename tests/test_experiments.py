@@ -361,11 +361,11 @@ def test_bad_input_is_refused_in_one_line(line, words, capsys, here):
 
 
 def test_a_damaged_ledger_is_named(here, capsys):
-    ledger.append({"no": "run"})
+    ledger.append({"data": "0123456789abcdef"})
     refused(
         capsys,
         lambda: experiments.main(["gains", "--page"]),
-        "line 1 of results/runs.jsonl is damaged",
+        "line 1 of results/ledger/0123456789.jsonl is damaged",
     )
 
 

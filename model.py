@@ -628,6 +628,12 @@ class LoopState:
         return self.mechanism.read(self.carried_before)
 
 
+def where_live(live: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """new (B, T, …) for the rows (B,) or tokens (B, T) that are live, old for the others."""
+    live = live.view(live.shape + (1,) * (new.dim() - live.dim()))
+    return torch.where(live, new, old)
+
+
 class Model(nn.Module):
     """The three equations at the head of this file are `prelude`, `core_step` and `coda`; `unroll`
     runs the loops between.
@@ -873,10 +879,9 @@ class Model(nn.Module):
                     )
                 if loop.live is None:
                     before = x
-                else:  # rows or tokens that stand still keep their last change
-                    live = loop.live.view(loop.live.shape + (1,) * (new.dim() - loop.live.dim()))
-                    new = torch.where(live, new, active)
-                    before = torch.where(live, x.detach(), before)
+                else:  # rows or tokens that stand still keep their state and last change
+                    new = where_live(loop.live, new, active)
+                    before = where_live(loop.live, x.detach(), before)
                 x = new if loop.active == len(x) else torch.cat([new, x[loop.active :]])
                 yield LoopState(mechanism, x, before)
 

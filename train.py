@@ -428,6 +428,7 @@ class Run:
     tokenizer: object = None
     panel: object = None  # of --core-every
     bad: int = 0  # consecutive steps without a finite loss
+    stopped: bool = False  # whether some rank was asked to stop, by a signal
 
     def record(self, kind: str, step: int, **numbers) -> None:
         """A line of log.jsonl, on rank 0."""
@@ -507,13 +508,10 @@ class Finished:
     numbers: Callable[[], dict[str, float]]  # waits for them
 
 
-def finish_step(run: Run, finished: Finished) -> bool:
-    """Records a step's numbers; -> whether some rank was asked to stop.
-
-    Ends the run after too many steps without a finite loss or gradient.
-    """
+def finish_step(run: Run, finished: Finished) -> None:
+    """Records a step's numbers; ends the run after too many steps without a finite loss or gradient."""
     numbers = finished.numbers()
-    stop = numbers.pop("stop") > 0
+    run.stopped |= numbers.pop("stop") > 0
     norm2 = numbers.pop("grad_norm2")
     good = math.isfinite(norm2) and math.isfinite(numbers["loss"])
     entry = finished.entry | numbers
@@ -528,7 +526,6 @@ def finish_step(run: Run, finished: Finished) -> bool:
         run.log.step(entry)
     if run.bad == BAD_STEPS:
         stop_diverged(run, step)
-    return stop
 
 
 def awaited_batch(run: Run, step: int, pending: Finished | None):
@@ -542,13 +539,12 @@ def awaited_batch(run: Run, step: int, pending: Finished | None):
         raise
 
 
-def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bool]:
-    """The training loop; -> the last step, and whether a signal stopped it."""
+def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
+    """The training loop; -> the last step: `end`, or where a signal stopped it."""
     args, place = run.args, run.place
     pending = None
-    stopped = False
     step = first
-    while step < end and not stopped:
+    while step < end and not run.stopped:
         batch, about = awaited_batch(run, step, pending)
         rates = schedule(step, run.steps, args)
         asked = torch.full((), float(len(run.data.caught)), device=place.device)
@@ -556,7 +552,7 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
             run.model, run.optimizer, batch, args.device_batch_size, rates, stop=asked
         )
         if pending:
-            stopped = finish_step(run, pending)
+            finish_step(run, pending)
         step += 1
         progress["step"] = step
         entry = {
@@ -575,19 +571,19 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> tuple[int, bo
         save = step % args.save_every == 0 or step == end
         save = save or (args.keep_every and step % args.keep_every == 0)
         due = step % args.eval_every == 0 or (run.panel and step % args.core_every == 0)
-        if save or due or stopped or not place.is_gpu:
-            stopped = finish_step(run, pending) or stopped
+        if save or due or run.stopped or not place.is_gpu:
+            finish_step(run, pending)
             pending = None
-        if save or stopped:  # before evaluation, which might fail
+        if save or run.stopped:  # before evaluation, which might fail
             run.save(step)
         # at --stop-at, measuring is left to the run that continues this one
-        if due and not stopped and (step < end or step == run.steps):
+        if due and not run.stopped and (step < end or step == run.steps):
             measure(run, step)
         if save or due:
             gc.collect()  # torch's recomputed loops leave garbage
             if run.log:
                 run.log.pause()
-    return step, stopped
+    return step
 
 
 # -------------------------------------------------------------------------------------------------
@@ -662,30 +658,44 @@ def build(
     return model, optimizer, first
 
 
-def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> list:
-    """Rank 0 makes or checks the run directory -> on all ranks: config.json, the checkpoint to
-    continue from (or None), and whether nothing is left to do. Sets the run's dtype, keep_every.
-    """
-    told = [None] * 3
+@dataclass
+class Beginning:
+    """What rank 0 found in the run directory, or put there."""
+
+    config: dict  # config.json
+    newest: Path | None  # the checkpoint to continue from
+    finished: bool  # nothing is left to do
+
+
+def enter_directory(
+    args, cfg: ModelConfig, data: PackedData, steps: int, place: Place
+) -> Beginning:
+    """Makes or checks the run directory, on rank 0."""
+    folder = Path(args.out)
+    config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
+    if not (folder / "config.json").is_file():
+        check_sources(args, cfg, data)
+    newest = prepare_run(folder, config, args.resume)
+    return Beginning(config, newest, is_finished(folder, args, cfg, data))
+
+
+def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> Beginning:
+    """What rank 0 found, on all ranks; where it refuses, all end. Sets the run's dtype, keep_every."""
     if args.core_every:
         bundle_at(args.bundle, place.rank)  # a fetch may take longer than a collective waits
+    told = [None]
     try:
         if place.rank == 0:
-            folder = Path(args.out)
-            config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
-            if not (folder / "config.json").is_file():
-                check_sources(args, cfg, data)
-            newest = prepare_run(folder, config, args.resume)
-            told = [config, newest, is_finished(folder, args, cfg, data)]
-    finally:  # also where it refuses
+            told[0] = enter_directory(args, cfg, data, steps, place)
+    finally:
         if place.world > 1:
             dist.broadcast_object_list(told)
-    config = told[0]
-    if config is None:  # rank 0 has said why
+    if told[0] is None:  # rank 0 has said why
         sys.exit(2)
-    args.dtype = config["dtype"]
-    args.keep_every = config["args"]["keep_every"]
-    return told
+    begun = told[0].config
+    args.dtype = begun["dtype"]
+    args.keep_every = begun["args"]["keep_every"]
+    return told[0]
 
 
 def train(args, progress: dict) -> None:
@@ -702,13 +712,13 @@ def train(args, progress: dict) -> None:
         args.out = default_directory(args, cfg)
     folder = Path(args.out)
     dtype_reason = choose_dtype(args, place)
-    config, newest, finished = agree_on_run(args, cfg, data, steps, place)
+    found = agree_on_run(args, cfg, data, steps, place)
 
     # 2. model and optimiser
     compiled = choose_compile(args.compile, steps, place)
     check_memory(cfg, args.optimizer, place)
-    model, optimizer, first = build(args, cfg, data, newest, place, compiled)
-    if finished and first == steps:
+    model, optimizer, first = build(args, cfg, data, found.newest, place, compiled)
+    if found.finished and first == steps:
         place.say(f"{folder} is finished: all {steps} steps, and its validation")
         leave(place)
         return
@@ -720,10 +730,10 @@ def train(args, progress: dict) -> None:
         choices["compiling took"] = (f"{fit.seconds:.0f} s", "with the memory's test")
 
     # 3. what will happen
-    run = Run(args, cfg, config, folder, place, steps, data, model, optimizer)
+    run = Run(args, cfg, found.config, folder, place, steps, data, model, optimizer)
     open_evaluation(run)
     if place.rank == 0:
-        run.log = RunLog(folder, config, args, place.device)
+        run.log = RunLog(folder, run.config, args, place.device)
     announce(run, first, choices)
     progress["step"] = first
     data.caught = catch_signals()
@@ -734,11 +744,11 @@ def train(args, progress: dict) -> None:
         if run.log:
             run.log.pause()
     end = min(steps, args.stop_at or steps)
-    step, stopped = train_steps(run, first, end, progress)
+    step = train_steps(run, first, end, progress)
 
     # 5. the end
     join_writer()
-    if step < steps or stopped:
+    if step < steps or run.stopped:
         done = f"stopped after step {step} of {steps} and saved"
         if step == first:
             done = f"nothing was done: the run is at step {step} of {steps} already"

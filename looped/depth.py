@@ -179,20 +179,27 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     """The loops of truncated backpropagation: row, or token, i takes n[i] loops without gradient,
     then k[i] with.
 
-    Rows, n and k (B,), deepest first, with n[i] = 0 where k[i] < max(k), as under every law above:
-    the loops without gradient start together, and rows leave as they finish; those with gradient
-    end together, and a row with k[i] < max(k) joins late, still at h_0. So the active rows are
-    always the first. Other rows, and tokens, n and k (B, T): every loop computes all of them; one
-    that is done, or waits for its gradient loops, keeps its state; other tokens still attend to it.
+    Rows, n and k (B,), deepest first, with n[i] = 0 where k[i] < max(k), as under every law above,
+    are nested: the loops without gradient start together, those with gradient end together, so that
+    the active rows of every loop are the first so many. Of other rows, and of tokens, n and k
+    (B, T), every loop computes all; one that is done, or waits for its gradient loops, keeps its
+    state; other tokens still attend to it. Three rows of (n, k) = (3, 2), (1, 2), (0, 1), a column
+    for each loop, # those with gradient:
+
+        nested    ...##    not nested    ...##
+                  .  ##                  .  ##
+                      #                     #
     """
     late = k.max() - k  # loops with gradient that pass before a row joins
-    # whether the rows of every loop are the first so many
     nested = n.ndim == 1 and k.any() and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
     if not nested:
         late = np.zeros_like(k)
-    without = int(n.max())  # loops without gradient
-    indices = [np.full(n.shape, t) for t in range(without)]
-    lives = [n > t for t in range(without)]
+    indices = []  # of each loop: how many loops each row has taken before
+    lives = []  # and which rows take it
+    for t in range(n.max()):
+        indices.append(np.full(n.shape, t))
+        lives.append(n > t)
+    without = len(lives)
     for j in range(k.max()):
         indices.append(n + j - late)
         lives.append((late <= j) & (j < late + k))

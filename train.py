@@ -174,7 +174,7 @@ def parse_args(argv=None, prog="train.py", about=__doc__):
     add_network_flags(parser)
 
     add = parser.add_argument_group("run").add_argument
-    add("--out", help="run directory (default: runs/PRESET-GAIN-sSEED)")
+    add("--out", help="run directory (default: runs/PRESET-GAIN-sSEED; GAIN where there is one)")
     add("--data",
         help="folder of packed rows, from dataloader.py pack (default: Python's own library)")
     add("--seed", type=non_negative_int, default=0,

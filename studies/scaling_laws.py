@@ -7,8 +7,9 @@ Fits the scaling laws of looping to runs, draws them, and says what to train.
     python -m studies.scaling_laws advise --flops 1e19 --preset parcae-140m [--fit DIR/fit.json]
 
 A table has a line for each depth at which a run was evaluated, and the columns run (a name), mu_rec,
-depth (loops in use), tokens and flops (of the training), n_eff (effective parameters N, of the
-model at mu_rec: blocks count as often as they are applied), loss (nats a token).
+depth (loops in use), tokens and flops (of the training), n_eff (effective parameters N: those of the
+loop, which are core blocks, their value tables and the injection, count mu_rec times), loss (nats a
+token).
 """
 
 import json

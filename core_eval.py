@@ -46,8 +46,17 @@ from looped.console import (
 from looped.core_prompts import EncodedTask, Example, Option, encode_task
 from looped.core_results import ODDITIES, describe, earlier, merge, save, summarise, task_entry
 from looped.core_tasks import BUNDLE, OWN_TASK, PANELS, Panel, bundle_at, load_panel, own_task
+from looped.depth import refuse_too_deep
 from looped.files import file_hash
-from looped.machine import ONE_PROCESS, Place, distributed, exact_products, leave, to_device
+from looped.machine import (
+    ONE_PROCESS,
+    Place,
+    distributed,
+    exact_products,
+    leave,
+    network_code,
+    to_device,
+)
 from looped.randomness import SEED_EVAL, sequence_keys
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
@@ -353,6 +362,8 @@ def validation(model, enc, config, settings: Settings) -> dict:
     found = validate(model, held_out, settings.depths, 16, rank, world)
     records = {}
     for depth, loss, bpb in zip(settings.depths, found["loss"].values(), found["bpb"].values()):
+        if not math.isfinite(loss):
+            fail(f"the loss at depth {depth} is {loss}: training diverged, or that is too deep")
         score = {"name": "validation loss", "tasks_done": 1, "tasks_total": 1}
         score |= {"mean": loss, "std": 0.0, "bpb": bpb}
         records[depth] = {"aggregate": score, "tasks": {}}
@@ -377,8 +388,10 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
         kept = earlier(path, header)
         labels = [set(kept.get(depth, ())) for depth in settings.depths]
         done = [set.intersection(*labels)]
-        for label in done[0]:
-            print(describe(label, kept[settings.depths[-1]][label]), "(kept)", flush=True)
+        for task in panel.tasks:
+            if task.label in done[0]:
+                entry = kept[settings.depths[-1]][task.label]
+                print(describe(task.label, entry), "(kept)", flush=True)
     if place.world > 1:
         dist.broadcast_object_list(done)
     try:
@@ -399,12 +412,14 @@ def main():
     if args.depth and not model.cfg.n_core:
         fail("the model has no loop; leave --depth out")
     depths = args.depth or [model.cfg.mu_rec]  # 0 without a loop
+    refuse_too_deep("--depth", depths)
     settings = Settings(depths, args.seeds, place, args.baselines)
     path = Path(args.run) / f"core_{args.panel}_{args.protocol}.json"
     checkpoint = Path(args.run) / config["checkpoint"]
     told = ("panel", "protocol", "baselines", "max_per_task", "seeds")
     header = {name: getattr(args, name) for name in told}
     header["dtype"] = str(model.dtype)[6:]
+    header["network_code"] = network_code()  # an edit of model.py is evaluated anew
     header["checkpoint"] = f"{checkpoint.name} {file_hash(checkpoint)}"
     header["command"] = " ".join(sys.argv)
     header["date"] = datetime.now().isoformat(timespec="seconds")

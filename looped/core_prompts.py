@@ -18,6 +18,7 @@ import numpy as np
 from looped.core_tasks import Panel, Task
 from looped.machine import ONE_PROCESS, Place
 from looped.tokenizer import BOS, PATTERN
+from looped.tokenizer import encode as encode_text
 
 # -- which rows, after which shots -----------------------------------------------------------------
 
@@ -113,7 +114,7 @@ def line_encoder(enc) -> Callable[[str], np.ndarray]:
 
     @functools.cache
     def tokens(line):
-        return np.array(enc.encode_ordinary(line), np.int32)
+        return np.array(encode_text(enc, line), np.int32)
 
     def encode(text):
         if not by_line:
@@ -191,9 +192,10 @@ OPTIONS = {"parcae": parcae_options, "dclm": dclm_options, "lambada": lambada_op
 def crop(tokens, scored: int, context: int, task: Task, protocol: str):
     """-> (the last `context` tokens, how many of them, at their end, are scored, what is odd).
 
-    If no token is left before the scored ones ("cut"), Parcae slices as Python does: it scores the
-    last k where k of them were cut off. Two public evaluators fail on such an example: dclm's, and
-    Parcae's on an lm task with k = 0. There we score what is left but its first token.
+    If no token is left before the scored ones ("cut"), Parcae slices as Python does, with a negative
+    beginning: of five scored tokens of which three fit, two are cut off, and [-2:] scores two. Two
+    public evaluators fail on such an example: dclm's, and Parcae's on an lm task where none is cut
+    off. There we score what is left but its first token.
     """
     odd = set()
     if len(tokens) > context:

@@ -284,7 +284,6 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
     if not panel.rows.keys() & {task.label for task in panel.averaged}:
         why = next(iter(panel.missing.values()))
         place = path or "--task"
-        fail(
-            f"{place} has no task of {TITLES[name]} that can be run ({why}); give another --bundle"
-        )
+        advice = "give another --bundle" if path else "give more examples, or fewer shots"
+        fail(f"{place} has no task of {TITLES[name]} that can be run ({why}); {advice}")
     return panel

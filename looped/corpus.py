@@ -88,6 +88,9 @@ def txt_texts(path, counts):
     """A .txt file of any size: a document ends at the first blank line after TXT_DOC characters, or
     at 4 × TXT_DOC.
     """
+    with open(path, "rb") as file:
+        if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+            fail(f"{path} is UTF-16; convert it to UTF-8, or remove it")
     lines = []
     size = 0
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -142,14 +145,32 @@ def texts(unit, counts):
             yield text
 
 
+def text_files(folder) -> dict[Path, int]:
+    """The sizes of the folder's files of text, by name; one that links lead to twice counts once."""
+    sizes = {}
+    seen = set()
+    for name in sorted(map(Path, glob("**/*", root_dir=folder, recursive=True))):
+        file = (folder / name).resolve()
+        if name.suffix in READERS and file.is_file() and file not in seen:
+            seen.add(file)
+            sizes[name] = file.stat().st_size
+    return sizes
+
+
+def refuse_copy(folder, val: Path, others: list[Path]) -> None:
+    """Refuses a validation file that is also among the training files, under another name."""
+    size = (folder / val).stat().st_size
+    for name in others:
+        same = (folder / name).stat().st_size == size
+        if same and file_hash(folder / name) == file_hash(folder / val):
+            fail(f"{folder / val}, for validation, has a copy, {name}; remove one of them")
+
+
 def find_units(folder):
     """The Units of a folder, that for validation first: the last of at least two .parquet or .jsonl
     files, else some documents of every file.
     """
-    sizes = {}
-    for name in sorted(map(Path, glob("**/*", root_dir=folder, recursive=True))):
-        if name.suffix in READERS and (folder / name).is_file():
-            sizes[name] = (folder / name).stat().st_size
+    sizes = text_files(folder)
     if not sizes:
         fail(f"no .parquet, .jsonl or .txt file in {folder}")
     tables = [name for name in sizes if name.suffix != ".txt"]
@@ -157,6 +178,7 @@ def find_units(folder):
         holdout = 0
         val = tables.pop()
         del sizes[val]
+        refuse_copy(folder, val, tables)
         units = [Unit(str(val), [folder / val])]
     else:
         total = sum(sizes.values())
@@ -302,6 +324,8 @@ def fetch_file(url, path, whole=whole_parquet):
             reason = f"HTTP {status}"  # not str(e): URLs can be signed
             if status < 500 and status not in (408, 416, 429):
                 break
+        except (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema) as e:
+            return one_line(e)
         except (requests.RequestException, ValueError) as e:
             reason = one_line(e)
         print(f"{path.name}: {reason}", flush=True)
@@ -329,6 +353,6 @@ def download(out, shards):
             for path, reason in zip(some, pool.map(fetch, some)):
                 if reason:
                     pool.shutdown(cancel_futures=True)
-                    missing = ", ".join(path.name for path in todo if not path.exists())
+                    missing = ", ".join(path.name for path in todo if not whole_parquet(path))
                     fail(f"missing: {missing} ({reason}); run the same command again, it continues")
                 print(f"{path.name}: here", flush=True)

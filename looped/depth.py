@@ -14,11 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from looped.console import refuse
 from looped.machine import to_device
 from looped.randomness import SEED_DEPTH, sequence_key, uniforms
 
-MAX_DEPTH = 10_000  # of mu_rec and of what is asked for: drawing a depth takes as long as its mean
+MAX_DEPTH = 10_000  # of mu_rec and of what is asked for: a slip of the finger must not seem to hang
 BATCH_GROUP = 32  # sequences that share a depth under granularity "batch": the paper's micro-batch
+
+
+def refuse_too_deep(name: str, depths: list[int]) -> None:
+    """Refuses depths above MAX_DEPTH that were given by the flag or argument of this name."""
+    if max(depths, default=0) > MAX_DEPTH:
+        refuse(f"{name} {max(depths)} is more than {MAX_DEPTH:,}")
 
 
 def poisson_quantile(u: np.ndarray, mean: np.ndarray | float) -> np.ndarray:

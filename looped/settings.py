@@ -6,7 +6,7 @@ import math
 from importlib.util import find_spec
 
 from looped.console import counts, flag, refuse
-from looped.depth import MAX_DEPTH
+from looped.depth import refuse_too_deep
 from looped.files import file_hash
 
 FINAL_DEPTHS = "1,2,4,8,16"
@@ -120,8 +120,7 @@ def settle_evaluation(args, cfg, steps: int) -> None:
         refuse(f"--eval-tokens {args.eval_tokens:g} is less than a row of {cfg.seq_len} tokens")
     if args.eval_every == 0:
         args.eval_every = math.ceil(steps / 5)
-    if args.eval_depths and max(args.eval_depths) > MAX_DEPTH:
-        refuse(f"--eval-depths {max(args.eval_depths)} is more than {MAX_DEPTH:,}")
+    refuse_too_deep("--eval-depths", args.eval_depths or [])
     if not args.core_every:
         refuse_idle(vars(args), ["bundle"], "without --core-every")
     if args.checkpoint_loops and cfg.n_core == 0:

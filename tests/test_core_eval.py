@@ -812,6 +812,15 @@ def test_program_writes_results_and_skips_what_is_done(run, start, encoded, caps
     refused(capsys, lambda: start(*flags), "core_core_parcae.json is damaged", "delete it")
 
 
+def test_edited_code_is_evaluated_anew(run, start, encoded, capsys, monkeypatch):
+    start("--seeds", "5")
+    encoded.clear()
+    monkeypatch.setattr(ce, "network_code", lambda: "of an edited model.py")
+    start("--seeds", "5")
+    assert len(set(encoded)) == 22
+    assert "made with another network_code; it is kept" in capsys.readouterr().out
+
+
 def test_evaluations_of_a_run_at_once_keep_each_others_depths(run, start, monkeypatch):
     """The second begins, and ends, after the first has looked for earlier results."""
     found = core_results.earlier
@@ -954,6 +963,16 @@ def test_validation_is_on_the_rows_of_the_run(enc, net, monkeypatch, capsys):
         refused(capsys, lambda: ce.validation(net, enc, config, settings), said)  # noqa: B023
 
 
+def test_a_validation_loss_that_is_no_number_is_no_score(packed, enc, capsys):
+    data = PackedData(packed)
+    tokens = {"sha256": data.manifest["tokenizer_sha256"]}
+    config = {"tokenizer": tokens, "data": {"path": str(packed), "sha256": data.sha256()}}
+    model = Losses()
+    model.cfg = SimpleNamespace(seq_len=data.seq_len)
+    settings = ce.Settings([math.nan], [1])  # Losses gives each token its id times the depth
+    refused(capsys, lambda: ce.validation(model, enc, config, settings), "training diverged")
+
+
 def test_flags_that_would_have_no_effect_are_refused(run, start, monkeypatch, capsys):
     for flags, said in (
         ("--panel lambada --protocol dclm", "--protocol has no effect on lambada"),
@@ -983,8 +1002,9 @@ def test_flags_that_would_have_no_effect_are_refused(run, start, monkeypatch, ca
 
 
 def test_user_mistakes_end_in_one_line(run, start, tmp_path, capsys):
-    for flag, value in (("--depth", "two"), ("--depth", "0"), ("--seeds", "1,,2")):
-        refused(capsys, lambda: start(flag, value), flag, value)  # noqa: B023
+    mistakes = ("--depth", "two"), ("--depth", "0"), ("--depth", "1,10001"), ("--seeds", "1,,2")
+    for flag, value in mistakes:
+        refused(capsys, lambda: start(flag, value), flag, value.split(",")[-1])  # noqa: B023
     other = tmp_path / "other"
     other.mkdir()
     refused(capsys, lambda: start(path=other), "config.json")

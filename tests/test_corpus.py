@@ -69,7 +69,7 @@ def test_tables_are_shards_of_their_own_and_text_files_share(tmp_path, monkeypat
     for name, size in ("a.txt", 60), ("b.txt", 40), ("c.txt", 1), ("e.txt", 7):
         (tmp_path / name).write_text("x" * size)
     for name in "d.parquet", "f.jsonl", "g.jsonl":
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text(name)
     val, *train = corpus.find_units(tmp_path)
     groups = {unit.name: [path.name for path in unit.paths] for unit in train}
     assert groups == {
@@ -88,6 +88,27 @@ def test_linked_folders_are_read_and_hidden_files_are_not(tmp_path):
     val, _ = corpus.find_units(tmp_path / "texts")
     names = [path.relative_to(tmp_path / "texts").as_posix() for path in val.paths]
     assert names == ["a.txt", "linked/more/d.txt"]
+
+
+def test_validation_text_is_not_trained_on_by_way_of_links_or_copies(tmp_path, capsys):
+    texts = tmp_path / "v1"
+    texts.mkdir()
+    for name in "ab":
+        (texts / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    (tmp_path / "latest").symlink_to(texts)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    units = corpus.find_units(tmp_path)
+    assert len(units) == 2  # of the two files that there are
+    last = units[0].paths[0]
+    (tmp_path / "0.jsonl").write_bytes(last.read_bytes())
+    refused(capsys, lambda: corpus.find_units(tmp_path), f"{last}, for validation, has a copy")
+
+
+def test_utf16_is_refused(tmp_path, capsys):
+    file = tmp_path / "a.txt"
+    file.write_text("some text " * 1000, encoding="utf-16")
+    (unit, *_) = corpus.find_units(tmp_path)
+    refused(capsys, lambda: list(corpus.texts(unit, Counter())), f"{file} is UTF-16")
 
 
 def test_stdlib_corpus_equals_the_files(tmp_path, capsys):

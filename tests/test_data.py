@@ -494,8 +494,9 @@ def test_bad_documents_are_counted_and_the_rest_is_packed(tokenizer, tmp_path, c
 
 
 def test_a_file_name_that_is_not_utf8_is_packed_and_printed(tokenizer, tmp_path):
-    for name in b"a.jsonl", b"caf\xe9.jsonl":
-        write_jsonl(Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name))), documents(60))
+    for seed, name in enumerate((b"a.jsonl", b"caf\xe9.jsonl")):
+        file = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name)))
+        write_jsonl(file, documents(60, seed))
     line = command("dataloader.py", *packing(tmp_path, tokenizer, tmp_path / "out"))
     env = ENV | {"PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(line, capture_output=True, text=True, env=env)

@@ -137,7 +137,14 @@ def test_sampling_follows_the_harness_settings(harness, monkeypatch):
         assert (how.temperature, how.top_k, how.top_p) == want
 
 
-@pytest.mark.parametrize("given", [{"detph": 4}, {"depth": 0}, {"batch": "auto"}, {"seed": "x"}])
+def test_a_prompt_must_have_room_and_an_answer_must_be_a_number(harness, capsys):
+    long = asked("abc " * 20, {"until": [], "max_gen_toks": 16})  # the context is 16
+    refused(capsys, lambda: harness.generate_until([long]), "max_gen_toks=16 leaves no room")
+    torch.nn.init.constant_(harness.model.norm_f.weight, torch.nan)
+    refused(capsys, lambda: harness.score([([1], [2])]), "at depth 3 is not finite")
+
+
+@pytest.mark.parametrize("given", [{"detph": 4}, {"depth": 0}, {"depth": 10**9}, {"batch": "auto"}])
 def test_unknown_and_unusable_model_args_are_named(harness, tmp_path, capsys, given):
     run = str(tmp_path / "run")
     (name,) = given

@@ -10,6 +10,7 @@ windows and cropping are those of the harness' Hugging Face models; <|bos|> repl
 context.
 """
 
+import math
 import zlib
 
 import numpy as np
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from core_eval import open_run
 from looped.console import fail
+from looped.depth import refuse_too_deep
 from looped.machine import pick_device
 from looped.randomness import SEED_EVAL, sequence_key
 from looped.tokenizer import SPECIALS, encode
@@ -68,6 +70,7 @@ class Looped(model.TemplateLM):
         if depth is None:
             depth = max(1, self.model.cfg.mu_rec)  # a flat model heeds none
         self.depth = whole_number("depth", depth, 1)
+        refuse_too_deep("depth", [self.depth])
         self.batch = whole_number("batch", batch, 1)
         self.seed = whole_number("seed", seed, 0)
         self.stop = [self.enc.encode_single_token(name) for name in SPECIALS]
@@ -116,6 +119,9 @@ class Looped(model.TemplateLM):
             targets = row[first:].to(self._device)  # (n,)
             logits = self.model.head(h[first - 1 : len(row) - 1].float())  # (n, V)
             nats = F.cross_entropy(logits, targets, reduction="sum").item()
+            if not math.isfinite(nats):
+                why = "training diverged, or that is too deep"
+                fail(f"the model's answer at depth {self.depth} is not finite: {why}")
             scores.append((-nats, torch.equal(logits.argmax(-1), targets)))
         return scores
 
@@ -140,7 +146,10 @@ class Looped(model.TemplateLM):
     def complete(self, text: str, settings: dict) -> str:
         settings = normalize_gen_kwargs(settings)
         until = [stop for stop in settings["until"] if stop]
-        most = min(settings["max_gen_toks"], self.max_length - 1)
+        most = settings["max_gen_toks"]
+        if most >= self.max_length:
+            context = f"the context of {self.max_length} tokens; lower it with --gen_kwargs"
+            fail(f"max_gen_toks={most} leaves no room for a prompt in {context}")
         ids = self.tok_encode(text) or [self.prefix_token_id]
         ids = ids[-(self.max_length - most) :]
         temperature = settings.get("temperature", 1.0) if settings["do_sample"] else 0

@@ -28,7 +28,7 @@ from looped.console import (
     positive_int,
     run_cli,
 )
-from looped.depth import MAX_DEPTH, even_plan
+from looped.depth import even_plan, refuse_too_deep
 from looped.machine import DEVICES, pick_device
 from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
@@ -180,9 +180,9 @@ def chosen_depth(args, cfg) -> Depth:
         return Depth(2 * cfg.mu_rec, threshold)
     if args.exit_threshold is not None:
         fail("--exit-threshold has no meaning without --depth auto; add it, or leave this out")
-    if (args.depth or 0) > MAX_DEPTH:
-        fail(f"--depth {args.depth} is more than {MAX_DEPTH:,}")
-    return Depth(args.depth or cfg.mu_rec)
+    loops = args.depth or cfg.mu_rec
+    refuse_too_deep("--depth", [loops])
+    return Depth(loops)
 
 
 def write_texts(model, enc, text: str, keys: list[int], depth: Depth, how: Sampling) -> None:

@@ -132,14 +132,14 @@ def test_sampling_follows_the_harness_settings(harness, monkeypatch):
         ({"top_k": 3}, (0, 3, 1.0)),
     )
     for settings, want in cases:
-        harness.generate_until([asked("abc", settings)])
+        harness.generate_until([asked("abc", settings | {"max_gen_toks": 6})])
         how = seen.pop()
         assert (how.temperature, how.top_k, how.top_p) == want
 
 
 def test_a_prompt_must_have_room_and_an_answer_must_be_a_number(harness, capsys):
     long = asked("abc " * 20, {"until": [], "max_gen_toks": 16})  # the context is 16
-    refused(capsys, lambda: harness.generate_until([long]), "max_gen_toks=16 leaves no room")
+    refused(capsys, lambda: harness.generate_until([long], True), "max_gen_toks=16 leaves no room")
     torch.nn.init.constant_(harness.model.norm_f.weight, torch.nan)
     refused(capsys, lambda: harness.score([([1], [2])]), "at depth 3 is not finite")
 

@@ -76,8 +76,9 @@ from looped.memory import DEVICE_BATCH, check_memory, fit_memory
 from looped.randomness import SEED_STATE, sequence_keys
 from looped.run_directory import (
     RunLog,
-    begun_dtype,
+    begun_config,
     default_directory,
+    hold_run,
     is_finished,
     prepare_run,
     release_run,
@@ -620,13 +621,14 @@ def check_sources(args, cfg: ModelConfig, data: PackedData) -> None:
         load_panel(bundle_at(args.bundle), limit=CORE_EXAMPLES)
 
 
-def choose_dtype(args, place: Place) -> str:
-    """Settles --dtype; -> the reason. A continued run keeps the one that it began with."""
+def settle_dtype(args, begun: dict | None, place: Place) -> str:
+    """--dtype auto; -> the reason. A continued run keeps the one that it began with: begun is its
+    config.json.
+    """
     if args.dtype != "auto":
         return "given"
-    begun = begun_dtype(Path(args.out)) if args.resume else None
-    if begun:
-        args.dtype = begun
+    if begun and begun.get("dtype") in ("float32", "bfloat16"):
+        args.dtype = begun["dtype"]
         return "as the run began"
     args.dtype = best_dtype(place.device)
     return "the faster one here"
@@ -665,22 +667,29 @@ class Beginning:
     config: dict  # config.json
     newest: Path | None  # the checkpoint to continue from
     finished: bool  # nothing is left to do
+    dtype_reason: str
 
 
 def enter_directory(
     args, cfg: ModelConfig, data: PackedData, steps: int, place: Place
 ) -> Beginning:
-    """Makes or checks the run directory, on rank 0."""
+    """Makes the run directory, or checks the one to continue, on rank 0."""
     folder = Path(args.out)
-    config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
     if not (folder / "config.json").is_file():
         check_sources(args, cfg, data)
-    newest = prepare_run(folder, config, args.resume)
-    return Beginning(config, newest, is_finished(folder, args, cfg, data))
+    hold_run(folder)
+    begun = begun_config(folder, args.resume)
+    dtype_reason = settle_dtype(args, begun, place)
+    if args.keep_every is None and begun:
+        args.keep_every = begun["args"].get("keep_every")
+    args.keep_every = args.keep_every or 0
+    config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
+    newest = prepare_run(folder, begun, config)
+    return Beginning(config, newest, is_finished(folder, args, cfg, data), dtype_reason)
 
 
 def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> Beginning:
-    """What rank 0 found, on all ranks; where it refuses, all end. Sets the run's dtype, keep_every."""
+    """What rank 0 found, on all ranks; where it refuses, all end. Settles dtype and keep_every."""
     if args.core_every:
         bundle_at(args.bundle, place.rank)  # a fetch may take longer than a collective waits
     told = [None]
@@ -690,12 +699,12 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
     finally:
         if place.world > 1:
             dist.broadcast_object_list(told)
-    if told[0] is None:  # rank 0 has said why
+    (found,) = told
+    if found is None:  # rank 0 has said why
         sys.exit(2)
-    begun = told[0].config
-    args.dtype = begun["dtype"]
-    args.keep_every = begun["args"]["keep_every"]
-    return told[0]
+    args.dtype = found.config["dtype"]
+    args.keep_every = found.config["args"]["keep_every"]
+    return found
 
 
 def train(args, progress: dict) -> None:
@@ -711,7 +720,6 @@ def train(args, progress: dict) -> None:
     if args.out is None:
         args.out = default_directory(args, cfg)
     folder = Path(args.out)
-    dtype_reason = choose_dtype(args, place)
     found = agree_on_run(args, cfg, data, steps, place)
 
     # 2. model and optimiser
@@ -724,7 +732,7 @@ def train(args, progress: dict) -> None:
         return
     fit = fit_memory(model, optimizer, args, place)
     choices = choices_made(args, cfg, place, fit, rows_given)
-    choices["activations"] = (args.dtype, dtype_reason)
+    choices["activations"] = (args.dtype, found.dtype_reason)
     choices["compile"] = ("on" if compiled else "off", f"--compile {args.compile}")
     if compiled:
         choices["compiling took"] = (f"{fit.seconds:.0f} s", "with the memory's test")

@@ -36,31 +36,35 @@ def decisive(config: dict) -> dict:
     return config["model"] | flags | hashes
 
 
-def prepare_run(run: Path, config: dict, resume: bool) -> Path | None:
-    """Rank 0 makes the run directory, or checks the one to continue -> the checkpoint to continue
-    from. What an older run's config.json lacks is checked with that checkpoint.
-    """
+def begun_config(run: Path, resume: bool) -> dict | None:
+    """config.json of the run to continue; None where none was begun."""
     file = run / "config.json"
-    hold_run(run)
-    begun = config
-    if file.is_file():
-        if not resume:
-            fail(f"{run} exists; add --resume to continue it, or name another with --out")
-        with outside(f"{file} is damaged", "restore it, or name another run with --out"):
-            begun = json.loads(file.read_text())
-            differing = ", ".join(differences(decisive(begun), decisive(config)))
+    if not file.is_file():
+        return None
+    if not resume:
+        fail(f"{run} exists; add --resume to continue it, or name another with --out")
+    with outside(f"{file} is damaged", "restore it, or name another run with --out"):
+        begun = json.loads(file.read_text())
+        decisive(begun)
+        return begun
+
+
+def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
+    """Fills the directory of a new run, or checks that of the run to continue -> the checkpoint to
+    continue from. What an older run's config.json lacks is checked with that checkpoint.
+    """
+    if begun:
+        differing = ", ".join(differences(decisive(begun), decisive(config)))
         if differing:
             advice = "repeat them, or name another with --out"
             fail(f"{run} was begun with other settings: {differing}; {advice}")
-    if config["args"]["keep_every"] is None:
-        config["args"]["keep_every"] = begun["args"].get("keep_every") or 0
     newest = newest_checkpoint(run)
     if newest:
         note_other_code(run, begun)
     else:  # the code may have changed since the run was begun
-        if begun is not config:
+        if begun:
             print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
-        write_atomic(file, json.dumps(config, indent=1).encode())
+        write_atomic(run / "config.json", json.dumps(config, indent=1).encode())
     write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
     for left in run.glob(".step_*.tmp"):  # of a killed run
         left.unlink()
@@ -89,15 +93,6 @@ def release_run() -> None:
 
 
 os.register_at_fork(after_in_child=release_run)  # the lock is its parent's
-
-
-def begun_dtype(run: Path) -> str | None:
-    """The activations' dtype that a run to be continued began with."""
-    with contextlib.suppress(OSError, *DAMAGE):
-        dtype = json.loads((run / "config.json").read_text())["dtype"]
-        if dtype in ("float32", "bfloat16"):
-            return dtype
-    return None
 
 
 def is_finished(run: Path, args, cfg, data) -> bool:

@@ -64,7 +64,7 @@ def main(argv=None):
     cfg = train.model_config(args)
     place = distributed(args.device)
     steps = settle(args, cfg, train.recipe_of(args.preset), place.world)
-    train.choose_dtype(args, place)
+    train.settle_dtype(args, None, place)
     compiled = choose_compile(args.compile, steps, place)
     check_memory(cfg, args.optimizer, place)
     model, optimizer, _ = train.build(args, cfg, None, None, place, compiled)

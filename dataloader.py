@@ -329,8 +329,9 @@ class PackedData:
             return self.manifest["complete"] or self.rows(split) > before
 
         rows = self.rows(split)
-        if self.manifest["shuffle"] == "shard" and i >= rows > 0 and i % rows == 0:
-            self._read()  # a stream may have been lengthened before this epoch
+        begins_epoch = i and rows and i % rows == 0
+        if begins_epoch and self.manifest["shuffle"] == "shard":
+            self._read()  # the stream may have been lengthened since the last epoch
         while i >= self.rows(split) and not self.manifest["complete"]:
             what = f"data: row {i:,} for {split}, from pack --stream to {self.folder}"
             wait_until(grown, PATIENCE, what, self.caught)

@@ -52,15 +52,16 @@ class KVCache:
         looped = layer in self.model.core_layers
         if layer not in self.slots:
             B, H, _, K = k.shape
-            slots = self.loops if looped else 1
-            self.slots[layer] = k.new_zeros(slots, 2, B, H, self.room, K)
-        slots = self.slots[layer][self.loop if looped else 0 :]  # from this loop's on
+            count = self.loops if looped else 1
+            self.slots[layer] = k.new_zeros(count, 2, B, H, self.room, K)
+        slots = self.slots[layer]
+        slot = self.loop if looped else 0
         if self.live is None:  # every token takes each loop: no deeper slot lacks an entry
-            slots = slots[:1]
+            slots[slot, ..., self.new, :] = new
         else:
-            new = torch.where(self.live[:, None, :, None], new, slots[0, ..., self.new, :])
-        slots[..., self.new, :] = new
-        k, v = slots[0, ..., : self.length, :]
+            new = torch.where(self.live[:, None, :, None], new, slots[slot, ..., self.new, :])
+            slots[slot:, ..., self.new, :] = new
+        k, v = slots[slot, ..., : self.length, :]
         if shift is not None:
             k, v = shift(k, v)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)

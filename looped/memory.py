@@ -10,7 +10,6 @@ on top, up to 12 %, is left out. Other steps are tried from what is predicted fo
 import gc
 import time
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 import torch
@@ -134,9 +133,12 @@ def steps_to_try(
     steps = []
     for count in [rows] if rows else device_batches(DEVICE_BATCH, batch, base.world):
         few = count * cfg.seq_len <= FEW_TOKENS
-        keeps_less = (False, True) if less and (rows or few) else (False,)
-        for kept, chunk in product(keeps_less, chunks[:1] if few and less else chunks):
-            steps.append(replace(base, rows=count, keep_less=kept, loss_chunk=chunk))
+        ways = [{"loss_chunk": chunk} for chunk in chunks]
+        if less and few:
+            ways = ways[:1]
+        if less and (few or rows):
+            ways += [way | {"keep_less": True} for way in ways]
+        steps += [replace(base, rows=count, **way) for way in ways]
     return steps
 
 

@@ -6,11 +6,9 @@ All parameters of a rule live in buffers, of which the parameters and their grad
 matrices of one shape are stacked (N, rows, cols), others are laid end to end (N,). Rank r owns the
 r-th part of every buffer: it receives that part of the reduced gradient, keeps the state of that
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
-Each buffer takes one collective each way and one batched update, with no copies. On several ranks a
-large stack is cut into up to three buffers, and each large table has its own: a complete buffer is
-sent while the step's last backward pass goes on. With under a million parameters in all,
-messages cost more than the update: every rank then keeps and updates everything, and one message
-sums all gradients, to the same bits on every rank.
+Each buffer takes one collective each way and one batched update, with no copies. With under a
+million parameters in all, messages cost more than the update: every rank then keeps and updates
+everything, and one message sums all gradients, to the same bits on every rank.
 
 Another optimiser is a class like AdamW below, which must multiply all that it changes by `ok`, and
 in train.py a function of its parameter groups with a line in OPTIMIZERS.
@@ -20,7 +18,6 @@ reduction (arXiv 2510.05491), cautious weight decay; values of the paper's table
 Transformers".
 """
 
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -39,7 +36,7 @@ POLAR_EXPRESS = (  # arXiv 2505.16932, five steps
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# from this many numbers on, a table has its own buffer, a stack is cut, ranks share out the update
+# from this many numbers on, a table has its own buffer, and ranks share out the update
 LARGE = 1 << 20
 
 # -------------------------------------------------------------------------------------------------
@@ -237,10 +234,8 @@ def stack_slots(count: int, world: int, first: int) -> list[int]:
     return slots
 
 
-def members_of_buffers(rule, members: list, world: int) -> list[list]:
-    """The parameters of each buffer: matrices of one shape (on several ranks, a large stack is cut
-    into up to three); each large table; the rest.
-    """
+def members_of_buffers(rule, members: list) -> list[list]:
+    """The parameters of each buffer: matrices of one shape; each large table; the rest."""
     kinds: dict = {}
     for name, p in members:
         kind = "rest"
@@ -249,77 +244,8 @@ def members_of_buffers(rule, members: list, world: int) -> list[list]:
         elif p.numel() >= LARGE:
             kind = name
         kinds.setdefault(kind, []).append((name, p))
-    parts = []
-    for same in kinds.values():
-        size = len(same)
-        large = size * same[0][1].numel() >= LARGE
-        if rule.stacked and world > 1 and large:  # all but the last fill the ranks evenly
-            size = math.ceil(size / (3 * world)) * world
-        same = same[::-1]  # the backward pass ends with the first layers
-        parts += [same[i : i + size] for i in range(0, len(same), size)]
-    return parts
-
-
-class Reducer:
-    """Sums gradients over the ranks: each buffer's as soon as it is complete, while the step's last
-    backward pass goes on.
-
-    All ranks must send in one order: that in which the first step completed rank 0's buffers.
-    """
-
-    def __init__(self, buffers: list[Buffer]):
-        # no parameters here: their hooks hold this object, and neither would ever be freed
-        self.tensors = [(buffer.g, buffer.grad) for buffer in buffers]
-        self.members = [len(buffer.members) for buffer in buffers]
-        self.order = list(range(len(buffers)))
-        self.learned = False
-        # how many gradients each buffer still waits for; empty but in a step's last backward pass; a
-        # frozen parameter's never comes, so its buffer is sent at the end
-        self.missing: list[int] = []
-        self.complete: list[int] = []  # buffers, in the order in which they became so
-        self.sent: list = []  # in order
-        for i, buffer in enumerate(buffers):
-            for _, p in buffer.members:
-                if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(functools.partial(self._arrived, i))
-
-    def before_last_backward(self) -> None:
-        """To be called before the backward pass of a step's last micro-batch."""
-        self.missing, self.complete, self.sent = list(self.members), [], []
-
-    def finish(self) -> None:
-        """Sends what is left; afterwards each buffer's g is the sum."""
-        if self.missing and not self.learned:
-            self._learn()
-        self.missing = [0] * len(self.order)
-        self._send()
-        for work in self.sent:
-            work.wait()
-        self.missing, self.complete, self.sent = [], [], []
-
-    def _arrived(self, i: int, p: torch.Tensor) -> None:
-        """A parameter of buffer i got its gradient of a micro-batch."""
-        if not self.missing:
-            return
-        self.missing[i] -= 1
-        if self.missing[i] == 0:
-            self.complete.append(i)
-        if self.learned:
-            self._send()
-
-    def _send(self) -> None:
-        for i in self.order[len(self.sent) :]:
-            if self.missing[i]:
-                return
-            g, grad = self.tensors[i]
-            self.sent.append(reduce_scatter(g, grad, async_op=True))
-
-    def _learn(self) -> None:
-        rest = [i for i in self.order if i not in self.complete]
-        order = torch.tensor(self.complete + rest, device=self.tensors[0][0].device)
-        dist.broadcast(order, 0)
-        self.order = order.tolist()
-        self.learned = True
+    # the last first: their order decides how sums are rounded, and with it recorded runs' last bits
+    return [same[::-1] for same in kinds.values()]
 
 
 class Optimizer:
@@ -336,16 +262,14 @@ class Optimizer:
         numbers = 0
         for _, members in groups:
             numbers += sum(p.numel() for _, p in members)
-        self.replicated = world > 1 and numbers < LARGE
-        if self.replicated:  # each rank's buffers are as if it were alone
-            rank, world = 0, 1
-        self.rank = rank
         self.world = world
+        self.shards = world if numbers >= LARGE else 1  # into which the update is cut
+        self.shard = rank % self.shards
         self.buffers: list[tuple] = []  # (rule, Buffer)
         # matrices so far: a stack goes on where the last ended, which evens out the ranks
         stacked = 0
         for rule, members in groups:
-            for part in members_of_buffers(rule, members, world):
+            for part in members_of_buffers(rule, members):
                 if rule.stacked:
                     buffer = self._stack(rule, part, stacked)
                     stacked += len(part)
@@ -354,8 +278,6 @@ class Optimizer:
                 self.buffers.append((rule, buffer))
         device = self.buffers[0][1].data.device
         self.steps = torch.zeros((), device=device)  # for Adam's bias correction
-        buffers = [buffer for _, buffer in self.buffers]
-        self.reducer = Reducer(buffers if world > 1 else [])
 
     def _flat(self, rule, members: list) -> Buffer:
         """Parameters end to end."""
@@ -364,16 +286,16 @@ class Optimizer:
         for _, p in members:
             spans.append(slice(end, end + p.numel()))
             end += p.numel()
-        own = math.ceil(end / self.world)
-        return self._buffer(rule, members, spans, (own * self.world,))
+        own = math.ceil(end / self.shards)
+        return self._buffer(rule, members, spans, (own * self.shards,))
 
     def _stack(self, rule, members: list, first: int) -> Buffer:
         """Matrices of one shape."""
-        own = math.ceil(len(members) / self.world)
+        own = math.ceil(len(members) / self.shards)
         spans = []
-        for slot in stack_slots(len(members), self.world, first):
+        for slot in stack_slots(len(members), self.shards, first):
             spans.append(slice(slot, slot + 1))
-        shape = (own * self.world, *members[0][1].shape)
+        shape = (own * self.shards, *members[0][1].shape)
         return self._buffer(rule, members, spans, shape)
 
     def _buffer(self, rule, members: list, spans: list[slice], shape: tuple) -> Buffer:
@@ -383,9 +305,9 @@ class Optimizer:
             data[span].copy_(p.data.reshape(data[span].shape))
             p.data = data[span].view(p.shape)
             p.grad = grad[span].view(p.shape)
-        own = shape[0] // self.world
-        part = slice(self.rank * own, (self.rank + 1) * own)
-        g = grad if self.world == 1 else torch.zeros_like(data[part])
+        own = shape[0] // self.shards
+        part = slice(self.shard * own, (self.shard + 1) * own)
+        g = grad if self.shards == 1 else torch.zeros_like(data[part])
         sizes = torch.tensor([p.numel() for _, p in members], device=data.device)
         buffer = Buffer(members, spans, data, grad, part, g, sizes)
         buffer.state = rule.new_state(buffer.p)
@@ -396,16 +318,15 @@ class Optimizer:
         """One update. sums: a 1-d float32 tensor of sums to add up over the ranks, the loss first.
 
         Returns a device tensor [squared gradient norm before clipping, summed sums …]. If the norm
-        or the loss is not finite, no rank changes anything. Nothing here waits for the device, but
-        for the first step on several ranks, which learns the order of sending.
+        or the loss is not finite, no rank changes anything. Nothing here waits for the device.
         """
-        if self.replicated:
+        if self.shards > 1:
+            self._reduce_shards()
+        elif self.world > 1:
             sums = self._sum_all(sums)
-        else:
-            self.reducer.finish()
         squares = torch.stack([buffer.g.square().sum() for _, buffer in self.buffers])
         out = torch.cat([squares.sum()[None], sums])
-        if self.world > 1:
+        if self.shards > 1:
             dist.all_reduce(out)
         finite = torch.isfinite(out[:2]).all()
         ok = finite.float()
@@ -417,12 +338,18 @@ class Optimizer:
         for (rule, buffer), given in zip(self.buffers, self._device_rates(rates), strict=True):
             g = buffer.g.mul_(scale).nan_to_num_(0.0, 0.0, 0.0)
             rule.apply(buffer, g, given, step, ok)
-            if self.world > 1:  # gathered while the next buffer is updated
+            if self.shards > 1:  # gathered while the next buffer is updated
                 gathers.append(all_gather(buffer.data, buffer.p, async_op=True))
         for work in gathers:
             work.wait()
         self.zero_grad()
         return out
+
+    def _reduce_shards(self) -> None:
+        """Sums each buffer's gradients over the ranks into the g of the rank that owns the part."""
+        sent = [reduce_scatter(buffer.g, buffer.grad, async_op=True) for _, buffer in self.buffers]
+        for work in sent:
+            work.wait()
 
     def _sum_all(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums all gradients over the ranks, and `sums`, which it returns, in one message."""
@@ -463,7 +390,7 @@ class Optimizer:
         for _, buffer in self.buffers:
             for key, part in buffer.state.items():
                 whole = self._whole(part)
-                if self.rank == 0:
+                if self.shard == 0:
                     named = state.setdefault(key, {})
                     for name, view in self._views(buffer, whole):
                         named[name] = view.to("cpu", copy=True)
@@ -477,16 +404,16 @@ class Optimizer:
         self.steps.copy_(state["steps"])
         for _, buffer in self.buffers:
             for key, part in buffer.state.items():
-                whole = torch.zeros(part.size(0) * self.world, *part.shape[1:])
+                whole = torch.zeros(part.size(0) * self.shards, *part.shape[1:])
                 for name, view in self._views(buffer, whole):
                     view.copy_(state[key][name])
                 part.copy_(whole[buffer.part])
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
         """A state tensor of all ranks; every rank must call it."""
-        if self.world == 1:
+        if self.shards == 1:
             return part
-        shape = (part.size(0) * self.world, *part.shape[1:])
+        shape = (part.size(0) * self.shards, *part.shape[1:])
         whole = torch.empty(shape, device=part.device)
         all_gather(whole, part)
         return whole

@@ -387,16 +387,13 @@ def training_step(
 
     Returns device scalars of the whole step, of all ranks: "loss" (nats per token), "grad_norm2"
     (before clipping), `Model.statistics` as means over tokens, and the sums of `own`. Nothing waits
-    for the device, except in the first step on several ranks (muon.Reducer).
+    for the device.
     """
     means = {}
-    parts = list(batch.parts(rows))
-    for part in parts:
+    for part in batch.parts(rows):
         ids = part.tokens[:, :-1]
         targets = part.tokens[:, 1:]
         loss, stats = model.loss(ids, targets, part.keys, part.n, part.k)
-        if part is parts[-1]:
-            optimizer.reducer.before_last_backward()
         (loss / batch.step_tokens).backward()
         for name, value in dict(loss=loss.detach(), **stats).items():
             if value.dim():

@@ -54,9 +54,9 @@ def predict_memory(cfg, step: Step) -> float:
     """
     backward = activation_bytes(cfg, step) + logit_bytes(cfg, step)
     update = 0.0
-    if step.optimizer == "muon" and step.world == 1:
+    if step.optimizer == "muon":
         stack = 4 * cfg.n_layer() * cfg.d_model**2  # attention's matrices, updated all at once
-        update = 4.15 * 4 * stack  # copies, in float32
+        update = 4.15 * 4 * stack / step.world  # copies, in float32
     return static_bytes(cfg, step.optimizer, step.world) + max(backward, update)
 
 

@@ -6,9 +6,9 @@ All parameters of a rule live in buffers, of which the parameters and their grad
 matrices of one shape are stacked (N, rows, cols), others are laid end to end (N,). Rank r owns the
 r-th part of every buffer: it receives that part of the reduced gradient, keeps the state of that
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
-Each buffer takes one collective each way and one batched update, with no copies. With under a
-million parameters in all, messages cost more than the update: every rank then keeps and updates
-everything, and one message sums all gradients, to the same bits on every rank.
+Each buffer takes one collective each way and one batched update, with no copies. On CPUs, with
+under a million parameters in all, messages cost more than the update: every rank then keeps and
+updates everything, and one message sums all gradients, to the same bits on every rank.
 
 Another optimiser is a class like AdamW below, which must multiply all that it changes by `ok`, and
 in train.py a function of its parameter groups with a line in OPTIMIZERS.
@@ -263,7 +263,9 @@ class Optimizer:
         for _, members in groups:
             numbers += sum(p.numel() for _, p in members)
         self.world = world
-        self.shards = world if numbers >= LARGE else 1  # into which the update is cut
+        # not on GPUs: each rank times its own kernels, and they may round differently
+        small = numbers < LARGE and groups[0][1][0][1].device.type == "cpu"
+        self.shards = 1 if small else world  # into which the update is cut
         self.shard = rank % self.shards
         self.buffers: list[tuple] = []  # (rule, Buffer)
         # matrices so far: a stack goes on where the last ended, which evens out the ranks

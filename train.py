@@ -68,6 +68,7 @@ from looped.machine import (
     distributed,
     from_device,
     leave,
+    limit_waiting,
     note_busy_cores,
     take_from_first,
     to_device,
@@ -749,9 +750,11 @@ def train(args, progress: dict) -> None:
         if run.log:
             run.log.pause()
     end = min(steps, args.stop_at or steps)
+    limit_waiting(place, training=True)
     step = train_steps(run, first, end, progress)
 
     # 5. the end
+    limit_waiting(place, training=False)
     join_writer()
     if step < steps or run.stopped:
         done = f"stopped after step {step} of {steps} and saved"

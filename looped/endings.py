@@ -59,10 +59,12 @@ def catch_signals() -> list[int]:
 def save_last_step(run, step: int) -> None:
     """Saves a run (train.py's Run) that waited for rows in vain or until a signal, which ends it.
 
-    With several ranks it saves only after a signal, which goes to all: without one, a single rank
-    may have failed, and saving waits for all.
+    Saving waits for all ranks. So with several it saves only after a signal, which all ranks of a
+    machine get, and only if there is one machine: a single rank, or machine, may be what ends.
     """
-    if run.place.world == 1 or run.data.caught:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    all_know = run.data.caught and ranks_here == run.place.world
+    if run.place.world == 1 or all_know:
         run.save(step)
         join_writer()
     if run.data.caught:

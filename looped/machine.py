@@ -33,7 +33,11 @@ NETWORK = (
 )
 DEVICES = ("auto", "cuda", "mps", "cpu")
 COMPILE_STEPS = 1500  # from so many on, compiling, which takes minutes, pays on a CPU (LOG.md)
-HANG = timedelta(minutes=5)  # that a rank waits for another; one that dies is noticed at once
+# How long a rank waits for another (one that dies is noticed at once): before and after training,
+# since one machine may have checksums to read, graphs to compile or a checkpoint to write that
+# another has not; and in training.
+PREPARING = timedelta(hours=1)
+HANG = timedelta(minutes=5)
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -102,8 +106,15 @@ def distributed(name: str) -> Place:
     if world > 1 and not dist.is_initialized():
         # unnamed, a barrier's GPU is (rank modulo the visible GPUs), which may be another card
         gpu = device if device.type == "cuda" else None
-        dist.init_process_group("nccl" if gpu else "gloo", timeout=HANG, device_id=gpu)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=PREPARING, device_id=gpu)
     return Place(rank, world, device)
+
+
+def limit_waiting(place: Place, training: bool) -> None:
+    """Once all ranks are here: how long one waits for another from now on."""
+    if place.world > 1:
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(HANG if training else PREPARING)
 
 
 def seconds_at_rest(stat: Path = Path("/proc/stat")) -> np.ndarray:
@@ -152,9 +163,14 @@ def leave(place: Place) -> None:
 
 
 def best_dtype(device: torch.device) -> str:
-    """Whichever this device's matrix products are faster in; on Apple's GPUs bfloat16 is not."""
-    multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    fast = device.type == "cuda" or (device.type == "cpu" and multiplies)
+    """Whichever this device's matrix products are faster in; on Apple's GPUs, and on NVIDIA's before
+    Ampere, bfloat16 is not.
+    """
+    fast = False
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if fast else "float32"
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from looped.checkpoint import differences, newest_checkpoint
+from looped.checkpoint import checkpoints, differences, newest_checkpoint
 from looped.console import DAMAGE, fail, outside
 from looped.files import lock, write_atomic
+from looped.logs import read_log
 from looped.machine import note_other_code, peak_flops, peak_memory
 from looped.settings import eval_depths
 from looped.validation import rows_asked
@@ -36,12 +37,20 @@ def decisive(config: dict) -> dict:
     return config["model"] | flags | hashes
 
 
+def made_no_step(run: Path) -> bool:
+    """Whether a run failed before its first step was recorded: begun again, nothing of it is lost."""
+    log = run / "log.jsonl"
+    return not checkpoints(run) and not (log.is_file() and read_log(log)[0])
+
+
 def begun_config(run: Path, resume: bool) -> dict | None:
-    """config.json of the run to continue; None where none was begun."""
+    """config.json of the run to continue; None where none was begun, or none got anywhere."""
     file = run / "config.json"
     if not file.is_file():
         return None
     if not resume:
+        if made_no_step(run):
+            return None
         fail(f"{run} exists; add --resume to continue it, or name another with --out")
     with outside(f"{file} is damaged", "restore it, or name another run with --out"):
         begun = json.loads(file.read_text())

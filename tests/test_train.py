@@ -38,7 +38,7 @@ from looped.files import file_hash, read_checked, write_checked
 from looped.machine import ONE_PROCESS, Place, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
-from looped.run_directory import decisive, is_finished
+from looped.run_directory import begun_config, decisive, is_finished
 from looped.settings import eval_depths, ramp_steps, settle, settle_optimizer
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from model import PRESETS, Model, load_run
@@ -762,6 +762,18 @@ def test_a_refusal_by_rank_0_ends_all_ranks_with_one_line(base, packed):
     assert "exists; add --resume" in done.stderr
 
 
+def test_a_run_that_made_no_step_is_begun_again(base, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert begun_config(tmp_path, resume=False) is None
+    (tmp_path / "log.jsonl").write_text('{"kind": "start", "step": 0}\n')
+    assert begun_config(tmp_path, resume=False) is None
+    for file in (base / "log.jsonl", checkpoints(base)[-1]):
+        copy = tmp_path / file.name
+        copy.write_bytes(file.read_bytes())
+        refused(capsys, lambda: begun_config(tmp_path, resume=False), "exists; add --resume")
+        copy.unlink()
+
+
 def test_an_existing_run_is_not_overwritten(base, packed, capsys):
     before = contents(base)
     refused(capsys, lambda: here(packed, base), "--resume")
@@ -898,6 +910,11 @@ def test_a_device_that_is_not_there_is_refused(packed, tmp_path, capsys, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert train.best_dtype(torch.device("mps")) == "float32"
+    for native, name in {True: "bfloat16", False: "float32"}.items():  # a T4 only emulates it
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, found=native: found
+        )
+        assert train.best_dtype(torch.device("cuda")) == name
     for name in ("mps", "cuda"):
         words = f"--device {name}: torch finds none here"
         refused(capsys, lambda n=name: here(packed, tmp_path / "r", "--device", n), words)

@@ -715,8 +715,7 @@ def train(args, progress: dict) -> None:
     rows_given = args.device_batch_size is not None
     steps = settle(args, cfg, recipe_of(args.preset), place.world)
     data = open_data(args, cfg, place)
-    if args.out is None:
-        args.out = default_directory(args, cfg)
+    args.out = args.out or default_directory(args, cfg)
     folder = Path(args.out)
     found = agree_on_run(args, cfg, data, steps, place)
 

@@ -261,10 +261,12 @@ class Optimizer:
         self.clip = clip
         numbers = 0
         for _, members in groups:
-            numbers += sum(p.numel() for _, p in members)
+            for _, p in members:
+                numbers += p.numel()
+                device = p.device
         self.world = world
         # not on GPUs: each rank times its own kernels, and they may round differently
-        small = numbers < LARGE and groups[0][1][0][1].device.type == "cpu"
+        small = numbers < LARGE and device.type == "cpu"
         self.shards = 1 if small else world  # into which the update is cut
         self.shard = rank % self.shards
         self.buffers: list[tuple] = []  # (rule, Buffer)
@@ -278,7 +280,6 @@ class Optimizer:
                 else:
                     buffer = self._flat(rule, part)
                 self.buffers.append((rule, buffer))
-        device = self.buffers[0][1].data.device
         self.steps = torch.zeros((), device=device)  # for Adam's bias correction
 
     def _flat(self, rule, members: list) -> Buffer:

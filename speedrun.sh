@@ -54,28 +54,30 @@ fi
 # refuse now what the trainings or the machine would refuse later
 read -r VOCAB SEQ RECIPE_TOKENS < <("$PY" -c '
 import sys, torch, train
-preset, tokens, arms, gpus, processes = sys.argv[1:]
+preset, tokens, arms, gpus, processes, seed = sys.argv[1:]
 c = train.PRESETS.get(preset) or train.fail(f"PRESET={preset} is not one of {chr(32).join(train.PRESETS)}")
 recipe = train.recipe_of(preset)
 try:
     tokens = int(float(tokens or recipe.tokens))
 except (ValueError, OverflowError):
     train.fail(f"TOKENS={tokens} is not a number of tokens")
-for arm in arms.split():
-    flat = ["--preset", "transformer-" + preset.removeprefix("parcae-")]
-    train.model_config(train.parse_args(flat if arm == "flat" else ["--preset", preset, "--gain", arm]))
 if int(gpus) and not torch.cuda.is_available():
     train.fail("nvidia-smi shows GPUs that torch cannot use; update the driver, or hide them: CUDA_VISIBLE_DEVICES=")
 if recipe.batch_size % int(processes):
     fits = max(n for n in range(1, int(processes)) if recipe.batch_size % n == 0)
     train.fail(f"NPROC={processes} does not divide the batch of {recipe.batch_size} rows; try NPROC={fits}")
-print(c.vocab_size, c.seq_len, tokens)' "$PRESET" "$TOKENS" "$ARMS" "$GPUS" "$NPROC") || exit 2
+for arm in arms.split():
+    flat = ["--preset", "transformer-" + preset.removeprefix("parcae-")]
+    network = flat if arm == "flat" else ["--preset", preset, "--gain", arm]
+    args = train.parse_args([*network, "--seed", seed, "--tokens", str(tokens)])
+    train.settle(args, train.model_config(args), recipe, int(processes))
+print(c.vocab_size, c.seq_len, tokens)' "$PRESET" "$TOKENS" "$ARMS" "$GPUS" "$NPROC" "$SEED") || exit 2
 WORK=data/$(basename -- "$DATA")-v$VOCAB
 ROWS=$WORK/rows-$SEQ-$LONG_DOCS
 OUT=runs/$RUN
-background=()
-# on exit, ends background trainings, which first save what they have
-trap '[ ${#background[@]} -eq 0 ] || { kill "${background[@]}" 2>/dev/null; wait; } || true' EXIT
+# on exit, ends what runs in the background; trainings first save what they have
+trap 'alive=$(jobs -pr); [ -z "$alive" ] || { kill $alive 2>/dev/null; wait; } || true' EXIT
+is_alive() { [[ " $(echo $(jobs -pr)) " == *" $1 "* ]]; }
 
 case "$DATA" in
 stdlib)
@@ -116,10 +118,11 @@ pack=("$PY" dataloader.py pack --texts "$TEXTS" --tokenizer "$WORK/tokenizer.jso
     --long-docs "$LONG_DOCS" --out "$ROWS")
 if [ "$DATA" = fineweb-edu ]; then
     say "the rest is fetched and packed while training runs on what is there: $WORK/download.log, $WORK/pack.log"
-    "$PY" dataloader.py download --out $TEXTS --shards "$SHARDS" >"$WORK/download.log" 2>&1 & background+=($!)
-    nice "${pack[@]}" --stream "$SHARDS" >"$WORK/pack.log" 2>&1 & background+=($!)
+    "$PY" dataloader.py download --out $TEXTS --shards "$SHARDS" >"$WORK/download.log" 2>&1 &
+    nice "${pack[@]}" --stream "$SHARDS" >"$WORK/pack.log" 2>&1 &
+    packing=$!
     until [ -f "$ROWS/manifest.json" ] && [ -f "$ROWS/val.npy" ]; do
-        kill -0 "${background[1]}" 2>/dev/null || { tail -n 3 "$WORK/pack.log" >&2; exit 1; }
+        is_alive "$packing" || { tail -n 3 "$WORK/pack.log" >&2; exit 1; }
         sleep 5
     done
 else
@@ -138,13 +141,13 @@ arms=()
 trainings=()
 running() { # how many trainings are not done
     local count=0 pid
-    for pid in ${trainings[@]+"${trainings[@]}"}; do kill -0 "$pid" 2>/dev/null && count=$((count + 1)); done
+    for pid in ${trainings[@]+"${trainings[@]}"}; do is_alive "$pid" && count=$((count + 1)); done
     echo "$count"
 }
 progress() { # the last line of each training under way
     local i
     for i in "${!trainings[@]}"; do
-        kill -0 "${trainings[$i]}" 2>/dev/null || continue
+        is_alive "${trainings[$i]}" || continue
         echo "${arms[$i]##*/}: $(tail -n 1 "${arms[$i]}.txt")"
     done
 }
@@ -155,25 +158,24 @@ for arm in $ARMS; do
         say "training: $arm on a core of its own, $OUT/$arm.txt"
         OMP_NUM_THREADS=1 train_arm "$arm" >"$OUT/$arm.txt" 2>&1 &
         trainings+=($!)
-        background+=($!)
     else
         say "training: $arm, $OUT/$arm"
         train_arm "$arm" &
-        background+=($!)
         wait $!
     fi
 done
 while [ "$(running)" -gt 0 ]; do sleep 1; [ $((SECONDS % 60)) -ne 0 ] || progress; done
 for i in ${trainings[@]+"${!trainings[@]}"}; do
-    wait "${trainings[$i]}" || { tail -n 3 "${arms[$i]}.txt" >&2; exit 1; }
+    wait "${trainings[$i]}" || { code=$?; tail -n 3 "${arms[$i]}.txt" >&2; exit "$code"; }
     tail -n 1 "${arms[$i]}.txt"
 done
 
+failed=0
 if [ "$GPUS" -gt 0 ] || [ -n "$BUNDLE" ] || [ -f data/eval_bundle.zip ]; then # on a CPU a reduced panel, a few minutes
     for run in "${arms[@]}"; do
         say "CORE: $run"
         "${launch[@]}" core_eval.py "$run" ${BUNDLE:+--bundle "$BUNDLE"} \
-            $([ "$GPUS" -gt 0 ] || echo --max-per-task 20 --seeds 1234)
+            $([ "$GPUS" -gt 0 ] || echo --max-per-task 20 --seeds 1234) || failed=$?
     done
 else
     say "CORE: left out; give its task data as BUNDLE=eval_bundle.zip to evaluate a reduced panel on this CPU"
@@ -188,5 +190,6 @@ say "report"
 "$PY" -m tools.report "${arms[@]}" --out "$OUT"
 set -- $ARMS
 echo "next: change the loop in model.py, then train and compare with the same data and seed:"
-echo "  ${launch[*]} train.py --preset $PRESET --data $ROWS --seed $SEED --tokens $RECIPE_TOKENS --out runs/mine"
-echo "  $PY -m tools.report $OUT/$1 runs/mine --out runs/mine"
+echo " $(printf ' %q' "${launch[@]}" train.py --preset "$PRESET" --data "$ROWS" --seed "$SEED" --tokens "$RECIPE_TOKENS" --out runs/mine)"
+echo " $(printf ' %q' "$PY" -m tools.report "$OUT/$1" runs/mine --out runs/mine)"
+exit "$failed"

@@ -18,6 +18,7 @@ ones. A run that diverges is a result.
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import zlib
@@ -51,12 +52,19 @@ class Job:
     settings: dict
     flops: float
     depths: set[int]
+    dtype: str  # auto: either
+    rows: str = ""  # their hash, or its beginning
     arms: list[Arm] = field(default_factory=list)
     line: dict | None = None  # of the ledger
 
     def accepts(self, line: dict) -> bool:
-        """Whether the run was evaluated at the depths; a diverged one need not be."""
-        return bool(line["diverged_at"]) or self.depths <= line["loss"].keys()
+        """Whether a run of these settings had the rows and the dtype, and was evaluated at the
+        depths; a diverged one need not be.
+        """
+        same_rows = line["data"].startswith(self.rows)
+        same_dtype = self.dtype in ("auto", line["dtype"])
+        evaluated = bool(line["diverged_at"]) or self.depths <= line["loss"].keys()
+        return same_rows and same_dtype and evaluated
 
     def finished(self) -> dict | None:
         """The line of the run directory, if the run is done."""
@@ -122,13 +130,17 @@ def jobs_of(args, arms: list[Arm]) -> list[Job]:
             continue
         flags = arm_flags(arm, args)
         settings, flops = ledger.wanted_settings(flags, args.ranks)
-        told = json.dumps([settings, str(args.data)], sort_keys=True)
-        name = f"{train.parse_args(flags).preset}-{zlib.crc32(told.encode()):08x}"
+        given = train.parse_args(flags)
+        told = [settings, str(args.data)]
+        if given.dtype != "auto":
+            told.append(given.dtype)
+        digest = zlib.crc32(json.dumps(told, sort_keys=True).encode())
+        name = f"{given.preset}-{digest:08x}"
         depths = counts(EXPERIMENTS[args.name].depths) if settings["n_core"] else []
         for seed in args.seeds:
             path = RUNS / f"{name}-s{seed}"
             own = [*flags, "--seed", str(seed), "--out", str(path), "--resume"]
-            job = Job(path, own, settings | {"seed": seed}, flops, set(depths))
+            job = Job(path, own, settings | {"seed": seed}, flops, set(depths), given.dtype)
             found.setdefault(path, job).arms.append(arm)
     return sorted(found.values(), key=lambda job: (job.flops, job.settings["seed"]))
 
@@ -144,15 +156,17 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, *torchrun.split()]
 
 
-def launch(job: Job, ranks: int, threads: int) -> None:
-    """Runs one train.py, its output going to a .txt beside the run, and adds the finished run to
-    the ledger.
+def launch(job: Job, ranks: int, threads: int, children: list) -> None:
+    """Runs one train.py, a new member of children, its output going to a .txt beside the run, and
+    adds the finished run to the ledger.
     """
     if not job.finished():
         command = [*launcher(ranks), ROOT / "train.py", *job.flags]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with open(job.output(), "a") as file:
-            subprocess.run(command, stdout=file, stderr=file, env=environment)
+            child = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+            children.append(child)
+            child.wait()
     line = job.finished()
     if line:
         ledger.append(line)
@@ -160,12 +174,20 @@ def launch(job: Job, ranks: int, threads: int) -> None:
 
 
 def run_all(jobs: list[Job], args) -> None:
-    """Trains side by side, a process and a thread a core."""
+    """Trains side by side, a process and a thread a core. A signal ends the trainings, which save."""
     RUNS.mkdir(parents=True, exist_ok=True)
     side_by_side = min(args.jobs, len(jobs))
     threads = max(1, (os.cpu_count() or 1) // side_by_side)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    children = []
     with ThreadPoolExecutor(side_by_side) as pool:
-        list(pool.map(launch, jobs, repeat(args.ranks), repeat(threads)))
+        try:
+            list(pool.map(launch, jobs, repeat(args.ranks), repeat(threads), repeat(children)))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                child.terminate()
+            raise
 
 
 def refuse_failed(jobs: list[Job]) -> None:
@@ -189,14 +211,14 @@ def evaluate_core(jobs: list[Job], args) -> None:
 # -- the ledger
 
 
-def look_up(jobs: list[Job], rows: str) -> list[Job]:
-    """Gives each job its line of the ledger, on the rows whose hash begins so; -> jobs without one."""
+def look_up(jobs: list[Job]) -> list[Job]:
+    """Gives each job its line of the ledger; -> jobs without one."""
     lines = ledger.read_ledger().items()
     used = set()
     for job in jobs:
         wanted = ledger.identity(job.settings)
-        for (settings, data), line in lines:
-            if settings == wanted and data.startswith(rows) and job.accepts(line):
+        for (settings, data, _), line in lines:
+            if settings == wanted and job.accepts(line):
                 job.line = line
                 used.add(data[:10])
     if len(used) > 1:
@@ -299,7 +321,9 @@ def main(argv=None):
         names = "; ".join(arm.name() for arm in arms)
         fail(f"--only {'; '.join(args.only)} fits no arm; there are: {names}")
     rows = rows_hash(jobs, args)
-    todo = look_up(jobs, rows)
+    for job in jobs:
+        job.rows = rows
+    todo = look_up(jobs)
     flops = sum(job.flops for job in todo)
     if args.dry_run:
         for job in todo:
@@ -311,7 +335,7 @@ def main(argv=None):
         run_all(todo, args)
     if args.core:
         evaluate_core(jobs, args)
-    failed = look_up(jobs, rows)
+    failed = look_up(jobs)
     fill_arms(jobs)
     if len(failed) < len(jobs) or args.page:
         write_page(args, tables)

@@ -195,14 +195,14 @@ def of_steps(steps: pd.DataFrame) -> dict:
 
 
 def read_ledger() -> dict[tuple, dict]:
-    """{(identity, rows): line}; losses by depth have whole numbers as keys."""
+    """{(identity, rows, dtype): line}; losses by depth have whole numbers as keys."""
     found = {}
     for file in sorted(LEDGER.glob("*.jsonl")):
         for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             with outside(f"line {number} of {file} is damaged", "restore or delete it"):
                 line = json.loads(text)
                 line["loss"] = by_depth(line["loss"])
-                found[identity(line["settings"]), line["data"]] = line
+                found[identity(line["settings"]), line["data"], line["dtype"]] = line
     return found
 
 

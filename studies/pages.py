@@ -24,7 +24,7 @@ from looped.figures import (
     table,
 )
 from studies.comparisons import DENSE, EXPERIMENTS, Arm
-from studies.ledger import read_ledger
+from studies.ledger import defaults, read_ledger
 from studies.scaling_laws import rows_of, write_fit
 
 DEPTHS = {1, 2, 4, 8, 12, 16, 24, 64}  # of differences
@@ -238,7 +238,7 @@ def run_table(arms: list[Arm]) -> list[str]:
 
 def origin(line: dict) -> str:
     """Where a run was made."""
-    commit = f"commit {line['commit'][:10]}"
+    commit = "commit " + (line["commit"] or "unknown")[:10]
     if line["changed"]:
         commit += " with changes"
     versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
@@ -370,5 +370,6 @@ def held_out(fitted: list[dict]) -> list[dict]:
 def family(line: dict) -> dict:
     """What held-out runs share with the fitted ones."""
     free = {"steps", "seed", "mu_rec", "mu_bwd"}
-    shared = {name: value for name, value in line["settings"].items() if name not in free}
+    known = defaults() | line["settings"]
+    shared = {name: value for name, value in known.items() if name not in free}
     return shared | {"data": line["data"]}

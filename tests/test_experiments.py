@@ -3,16 +3,20 @@
 import argparse
 import itertools
 import math
+import subprocess
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import refused
+from helpers import ENV, ROOT, command, refused
 
 import train
 from looped import figures
+from looped.checkpoint import checkpoints
 from looped.depth import sample_depths
+from looped.files import lock
 from looped.logs import CoreRules, read_log
 from model import ModelConfig, load_run
 from studies import depth_laws, experiments, ledger, pages
@@ -343,6 +347,36 @@ def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):
     assert [line["run"] for line in ledger.read_ledger().values()] == [str(jobs[1].path)]
 
 
+def test_a_signal_ends_the_trainings_too(packed, here):
+    line = ["gains", "--data", packed, "--only", "20 tokens", "--seeds", "0", "--jobs", "2", "--"]
+    program = command("-m studies.experiments", *line, *SIZES, "--tokens=5e5")
+    with subprocess.Popen(program, env=ENV | {"PYTHONPATH": str(ROOT)}) as parent:
+        logs = []
+        while len(logs) < 2:  # both train
+            time.sleep(0.1)
+            logs = [log for log in here.glob("runs/*/*/log.jsonl") if "train" in log.read_text()]
+            assert parent.poll() is None
+        parent.terminate()
+        parent.wait()
+    for log in logs:
+        with lock(log.parent):  # its training is over
+            assert checkpoints(log.parent)
+    assert parent.returncode
+    assert len(list(here.glob("runs/*/*/log.jsonl"))) == 2  # no other was begun
+
+
+def test_a_dtype_that_is_asked_for_is_the_runs():
+    args = arguments("rdm")
+    usual = experiments.jobs_of(args, arms_of(args))[0]
+    args.extra = ["--dtype", "float32"]
+    asked = experiments.jobs_of(args, arms_of(args))[0]
+    assert asked.path != usual.path and asked.settings == usual.settings
+    run = {"data": "d", "diverged_at": 1, "loss": {}}
+    for dtype in ("float32", "bfloat16"):
+        assert usual.accepts(run | {"dtype": dtype})
+        assert asked.accepts(run | {"dtype": dtype}) == (dtype == "float32")
+
+
 @pytest.mark.parametrize("line, words", [
     ("stability --scale 140m", "--scale 140m is not a size of stability; choose from nano, 100m, 350m"),
     ("gains --scale 140m", "needs --data"),
@@ -432,7 +466,8 @@ def test_averages_of_a_part_of_the_tasks_stay_out_of_the_ledger():
 def test_of_equal_lines_the_last_counts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for loss in (3.0, 2.0):
-        ledger.append({"settings": {"a": 1}, "data": "d", "loss": {"8": loss}, "evals": []})
+        run = {"settings": {"a": 1}, "data": "d", "dtype": "float32", "evals": []}
+        ledger.append(run | {"loss": {"8": loss}})
     (line,) = ledger.read_ledger().values()
     assert line["loss"] == {8: 2.0}
 
@@ -478,8 +513,8 @@ def test_held_out_runs_are_others_of_the_same_model_and_rows(monkeypatch):
         return {"settings": usual | settings, "data": data, "diverged_at": diverged_at}
 
     fitted = [line()]
-    wanted = line(steps=2, seed=1, mu_rec=4, mu_bwd=2)
+    wanted = [line(steps=2, seed=1, mu_rec=4, mu_bwd=2), line(steps=4, qk_norm=True)]  # as usual
     others = [line("other"), line(gain="euler"), line(steps=3, diverged_at=5)]
-    lines = dict(enumerate([*fitted, wanted, *others]))
+    lines = dict(enumerate([*fitted, *wanted, *others]))
     monkeypatch.setattr(pages, "read_ledger", lambda: lines)
-    assert pages.held_out(fitted) == [wanted]
+    assert pages.held_out(fitted) == wanted

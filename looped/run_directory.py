@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from looped.checkpoint import checkpoints, differences, newest_checkpoint
+from looped.checkpoint import differences, newest_checkpoint
 from looped.console import DAMAGE, fail, outside
 from looped.files import lock, write_atomic
 from looped.logs import read_log
@@ -38,9 +38,13 @@ def decisive(config: dict) -> dict:
 
 
 def made_no_step(run: Path) -> bool:
-    """Whether a run failed before its first step was recorded: begun again, nothing of it is lost."""
+    """Whether a run failed before its first step was recorded, and nothing else is in its directory:
+    begun again, nothing of it is lost.
+    """
     log = run / "log.jsonl"
-    return not checkpoints(run) and not (log.is_file() and read_log(log)[0])
+    found = {path.name for path in run.glob("[!.]*")}
+    made = {"config.json", "tokenizer.json", log.name}
+    return found <= made and not (log.is_file() and read_log(log)[0])
 
 
 def begun_config(run: Path, resume: bool) -> dict | None:

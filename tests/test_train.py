@@ -767,8 +767,10 @@ def test_a_run_that_made_no_step_is_begun_again(base, tmp_path, capsys):
     assert begun_config(tmp_path, resume=False) is None
     (tmp_path / "log.jsonl").write_text('{"kind": "start", "step": 0}\n')
     assert begun_config(tmp_path, resume=False) is None
-    for file in (base / "log.jsonl", checkpoints(base)[-1]):
-        copy = tmp_path / file.name
+    kept = checkpoints(base)[-1]
+    names = {"log.jsonl": base / "log.jsonl", kept.name: kept, "step_0000010.keep.pt": kept}
+    for name, file in names.items():
+        copy = tmp_path / name
         copy.write_bytes(file.read_bytes())
         refused(capsys, lambda: begun_config(tmp_path, resume=False), "exists; add --resume")
         copy.unlink()

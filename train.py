@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Before torch is loaded. OpenMP's threads spin while they wait for each other; beside another busy
-# program that can stall a step for seconds. Make them sleep soon (LOG.md).
+# program that can stall a step for seconds. Make them sleep soon (results/cpu.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np

@@ -42,7 +42,7 @@ def shift_keys(k, v):
 
 def attends_by_products(device: str, dtype: torch.dtype, tokens: int) -> bool:
     """Whether attention is two matrix products: for short bfloat16 rows on a CPU they take half the
-    time of torch's kernel (LOG.md).
+    time of torch's kernel.
     """
     return device == "cpu" and dtype == torch.bfloat16 and tokens <= 512
 

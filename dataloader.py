@@ -153,8 +153,9 @@ def plan(args, manifest):
 
 
 def earlier_shards(folder, manifest, units, row):
-    """{file: entry} of each shard that an earlier run has packed: whole on disk, its sources
-    unchanged or deleted since; of others {file: None}. row: tokens of a row.
+    """{file: entry} of each shard that an earlier run has packed: of the right length (training
+    checks the checksum), its sources unchanged or deleted since; of others {file: None}. row:
+    tokens of a row.
     """
     entries = dict.fromkeys(units)
     for entry in filter(None, [manifest.get("val"), *manifest.get("train", [])]):
@@ -207,8 +208,12 @@ def pack(args):
             if was != new:
                 changed = f"{name} {was} (now {new})"
                 fail(f"{out} was packed with {changed}; delete it or choose another --out")
-        known = manifest or (own.exists() and file_hash(own) == settings["tokenizer_sha256"])
-        if not known:
+        packed = {entry["source"]: None for entry in manifest.get("train", [])}
+        if packed and packed.keys().isdisjoint(unit.name for unit in units.values()):
+            names = ", ".join(islice(packed, 3))
+            fail(f"{out} holds rows of other texts ({names}); delete it or choose another --out")
+        interrupted = own.exists() and file_hash(own) == settings["tokenizer_sha256"]
+        if not manifest and not interrupted:
             for file in (own.name, *units):
                 if (out / file).exists():
                     fail(f"{out} holds a {file} of another making; move it or choose another --out")
@@ -328,10 +333,6 @@ class PackedData:
             self._read()
             return self.manifest["complete"] or self.rows(split) > before
 
-        rows = self.rows(split)
-        begins_epoch = i and rows and i % rows == 0
-        if begins_epoch and self.manifest["shuffle"] == "shard":
-            self._read()  # the stream may have been lengthened since the last epoch
         while i >= self.rows(split) and not self.manifest["complete"]:
             what = f"data: row {i:,} for {split}, from pack --stream to {self.folder}"
             wait_until(grown, PATIENCE, what, self.caught)

@@ -8,6 +8,10 @@
 # Run again, it continues where it stopped: finished stages are skipped, training resumes.
 set -euo pipefail
 cd "$(dirname "$0")"
+case "${1:-}" in
+"" | setup) ;;
+*) sed -n '2,8s/^# \{0,1\}//p' speedrun.sh; exit 2 ;;
+esac
 # seconds that torchrun's ranks get to save before they are killed; its own 30 are too few for a large checkpoint
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
@@ -31,6 +35,9 @@ PY=${PY:-}                                                              # Python
 for name in JOBS NPROC; do
     [[ ${!name} =~ ^[1-9][0-9]{0,5}$ ]] || { echo "error: $name=${!name} is not a whole number from 1 on" >&2; exit 2; }
 done
+
+twice=$(tr ' ' '\n' <<<"$ARMS" | sort | uniq -d)
+[ -z "$(echo $twice)" ] || { echo "error: ARMS=$ARMS has $(echo $twice) twice" >&2; exit 2; }
 
 say() { printf '\n[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
 
@@ -118,7 +125,7 @@ pack=("$PY" dataloader.py pack --texts "$TEXTS" --tokenizer "$WORK/tokenizer.jso
     --long-docs "$LONG_DOCS" --out "$ROWS")
 if [ "$DATA" = fineweb-edu ]; then
     say "the rest is fetched and packed while training runs on what is there: $WORK/download.log, $WORK/pack.log"
-    "$PY" dataloader.py download --out $TEXTS --shards "$SHARDS" >"$WORK/download.log" 2>&1 &
+    "$PY" dataloader.py download --out $TEXTS --shards "$SHARDS" > >(tee "$WORK/download.log" | grep '^error' >&2) 2>&1 &
     nice "${pack[@]}" --stream "$SHARDS" >"$WORK/pack.log" 2>&1 &
     packing=$!
     until [ -f "$ROWS/manifest.json" ] && [ -f "$ROWS/val.npy" ]; do
@@ -156,7 +163,7 @@ for arm in $ARMS; do
     arms+=("$OUT/$arm")
     if [ "$JOBS" -gt 1 ]; then
         say "training: $arm on a core of its own, $OUT/$arm.txt"
-        OMP_NUM_THREADS=1 train_arm "$arm" >"$OUT/$arm.txt" 2>&1 &
+        OMP_NUM_THREADS=1 train_arm "$arm" >>"$OUT/$arm.txt" 2>&1 &
         trainings+=($!)
     else
         say "training: $arm, $OUT/$arm"

@@ -41,6 +41,7 @@ from looped.checkpoint import (
     join_writer,
     restore,
     save_checkpoint,
+    step_of,
 )
 from looped.console import (
     Parser,
@@ -60,6 +61,7 @@ from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
 from looped.endings import catch_signals, explain, save_last_step, stop_diverged
 from looped.files import read_checked
+from looped.logs import read_log
 from looped.machine import (
     DEVICES,
     Place,
@@ -343,7 +345,7 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place
     B = args.batch_size
     n, k = sample_depths(cfg, args.seed, step, B)
     mine = share_out(n, k, place.world)[place.rank]
-    rows = data.stream_ids(args.seed, step * B, B)
+    rows = step_rows(data, args, step)
     tokens = torch.from_numpy(data.get("train", rows[mine]))
     keys = sequence_keys(args.seed, SEED_STATE, each=step * B + mine)
     batch = Batch(
@@ -355,6 +357,23 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place
     )
     about = {"depth_mean": float((n + k).mean()), "rows": zlib.crc32(rows.tobytes())}
     return batch, about
+
+
+def step_rows(data: PackedData, args, step: int):
+    """The row ids of all sequences of a step."""
+    return data.stream_ids(args.seed, step * args.batch_size, args.batch_size)
+
+
+def check_last_rows(run: Path, data: PackedData, args, step: int) -> None:
+    """Refuses to go on after `step` where that step would have other rows today than the log says:
+    a stream was lengthened after the run had seen all of it.
+    """
+    last = [record for record in read_log(run / "log.jsonl")[0] if record["step"] == step]
+    if last and last[0]["rows"] != zlib.crc32(step_rows(data, args, step - 1).tobytes()):
+        fail(
+            f"{data.folder} was lengthened after {run} had seen all of it, so step {step} had other "
+            "rows; pack as many shards as before into another folder, and give it as --data"
+        )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -573,6 +592,8 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
         if save or due or run.stopped or not place.is_gpu:
             finish_step(run, pending)
             pending = None
+        if step == end or run.stopped:  # the last save may wait long for the one before
+            limit_waiting(place, training=False)
         if save or run.stopped:  # before evaluation, which might fail
             run.save(step)
         # at --stop-at, measuring is left to the run that continues this one
@@ -683,6 +704,8 @@ def enter_directory(
     args.keep_every = args.keep_every or 0
     config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
     newest = prepare_run(folder, begun, config)
+    if newest:
+        check_last_rows(folder, data, args, step_of(newest))
     return Beginning(config, newest, is_finished(folder, args, cfg, data), dtype_reason)
 
 
@@ -700,6 +723,8 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
     (found,) = told
     if found is None:  # rank 0 has said why
         sys.exit(2)
+    if data.sha256() != found.config["data"]["sha256"]:
+        fail(f"{data.folder} holds other rows here than on the first machine; copy them from there")
     args.dtype = found.config["dtype"]
     args.keep_every = found.config["args"]["keep_every"]
     return found
@@ -753,7 +778,6 @@ def train(args, progress: dict) -> None:
     step = train_steps(run, first, end, progress)
 
     # 5. the end
-    limit_waiting(place, training=False)
     join_writer()
     if step < steps or run.stopped:
         done = f"stopped after step {step} of {steps} and saved"
@@ -763,7 +787,7 @@ def train(args, progress: dict) -> None:
     else:
         evaluate(run, steps, final=True)
     leave(place)
-    if data.caught:
+    if data.caught and (step < steps or run.stopped):
         sys.exit(128 + data.caught[0])
 
 

@@ -5,6 +5,7 @@ A checkpoint is a dict of the step, the model's settings and weights, and the op
 part of it belongs to a rank. It is written by a thread while training goes on.
 """
 
+import errno
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -98,9 +99,12 @@ def read_checkpoint(path: Path) -> dict:
     """The state, in CPU memory: tensors, numbers, containers; ValueError for anything else."""
     try:
         return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-    except (OSError, MemoryError):
+    except MemoryError:
         raise
     except Exception as e:  # a damaged or hostile file may raise anything
+        # of a file that was cut torch's reader looks for a place before its start
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:
+            raise
         kind = type(e).__name__
         raise ValueError(f"{path} is not a checkpoint ({kind}); delete it") from None
 

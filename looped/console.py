@@ -65,7 +65,8 @@ def run_cli(main):
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
+    if sys.stdout:  # not where it was closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
         try:
             main()

@@ -24,7 +24,7 @@ from functools import partial
 from glob import glob
 from pathlib import Path
 
-from looped.console import DAMAGE, fail, one_line
+from looped.console import DAMAGE, fail, note, one_line
 from looped.files import file_hash, lock, write_atomic
 
 REPO = "karpathy/fineweb-edu-100b-shuffle"  # on huggingface.co
@@ -127,7 +127,7 @@ def texts(unit, counts):
     skipped or altered is counted.
     """
     for path in unit.paths:
-        for text in READERS[path.suffix](path, counts):
+        for text in READERS[path.suffix.lower()](path, counts):
             if not text or text.isspace():
                 counts["empty document"] += 1
                 continue
@@ -149,11 +149,18 @@ def text_files(folder) -> dict[Path, int]:
     """The sizes of the folder's files of text, by name; one that links lead to twice counts once."""
     sizes = {}
     seen = set()
+    others = []
     for name in sorted(map(Path, glob("**/*", root_dir=folder, recursive=True))):
         file = (folder / name).resolve()
-        if name.suffix in READERS and file.is_file() and file not in seen:
-            seen.add(file)
+        if not file.is_file() or file in seen:
+            continue
+        seen.add(file)
+        if name.suffix.lower() in READERS:
             sizes[name] = file.stat().st_size
+        else:
+            others.append(str(name))
+    if others:
+        note(f"not read in {folder}: {len(others)} other files ({others[0]}, …)")
     return sizes
 
 
@@ -173,7 +180,7 @@ def find_units(folder):
     sizes = text_files(folder)
     if not sizes:
         fail(f"no .parquet, .jsonl or .txt file in {folder}")
-    tables = [name for name in sizes if name.suffix != ".txt"]
+    tables = [name for name in sizes if name.suffix.lower() != ".txt"]
     if len(tables) > 1:
         holdout = 0
         val = tables.pop()
@@ -259,6 +266,8 @@ def build_stdlib(out):
 def prepare_stdlib(folder: Path, vocab_size: int, seq_len: int) -> None:
     """The standard library as packed rows, with its own tokenizer, as speedrun.sh makes them."""
     tokenizer = folder.parent / "tokenizer.json"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder.parent / "source", b"data/stdlib\n")  # as speedrun.sh does
     commands = [
         "dataloader.py stdlib --out data/stdlib",
         f"tokenizer_train.py --texts data/stdlib --vocab-size {vocab_size} --out {tokenizer}",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from looped.console import fail, note
+from looped.console import fail, note, outside
 from looped.files import file_hash
 
 NETWORK = (
@@ -106,7 +106,8 @@ def distributed(name: str) -> Place:
     if world > 1 and not dist.is_initialized():
         # unnamed, a barrier's GPU is (rank modulo the visible GPUs), which may be another card
         gpu = device if device.type == "cuda" else None
-        dist.init_process_group("nccl" if gpu else "gloo", timeout=PREPARING, device_id=gpu)
+        with outside("ranks cannot meet", "start them with torchrun", ValueError):
+            dist.init_process_group("nccl" if gpu else "gloo", timeout=PREPARING, device_id=gpu)
     return Place(rank, world, device)
 
 
@@ -222,8 +223,8 @@ def git(*command) -> str | None:
     folder = Path(__file__).parents[1]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         line = ("git", *command)
-        out = subprocess.run(line, capture_output=True, text=True, cwd=folder, check=True)
-        return out.stdout.strip()
+        out = subprocess.run(line, capture_output=True, cwd=folder, check=True)
+        return out.stdout.decode(errors="replace").strip()
     return None
 
 

@@ -74,10 +74,13 @@ def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
     newest = newest_checkpoint(run)
     if newest:
         note_other_code(run, begun)
-    else:  # the code may have changed since the run was begun
-        if begun:
-            print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
-        write_atomic(run / "config.json", json.dumps(config, indent=1).encode())
+        begun["args"]["keep_every"] = config["args"]["keep_every"]  # may be given anew
+        config = begun
+    elif begun:  # the code may have changed since
+        print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
+        if (run / "log.jsonl").exists():  # the steps of another run than the one that begins now
+            os.replace(run / "log.jsonl", run / "log.before.jsonl")
+    write_atomic(run / "config.json", json.dumps(config, indent=1).encode())
     write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
     for left in run.glob(".step_*.tmp"):  # of a killed run
         left.unlink()

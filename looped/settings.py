@@ -11,7 +11,8 @@ from looped.files import file_hash
 
 FINAL_DEPTHS = "1,2,4,8,16"
 MUON_FLAGS = ("muon_lr", "momentum_warmup", "weight_decay")
-# Network flags that only a model with a loop heeds, and of them those of the diagonal injection.
+# Network flags that only a model with a loop heeds, and of them those of Parcae's linear path, which
+# the injections of WITHOUT_DECAY do not heed.
 LOOP_FLAGS = {
     "gain",
     "injection",
@@ -28,6 +29,7 @@ LOOP_FLAGS = {
     "ssm_decay",
 }
 DIAGONAL_FLAGS = ("gain", "input_matrix", "ssm_decay")
+WITHOUT_DECAY = ("add", "concat", "none")
 
 
 def unheeded(n_core: int) -> set[str]:
@@ -46,7 +48,7 @@ def check_meaning(given: dict, settings: dict) -> None:
     """Refuses flags that were given and would change nothing in a network of these settings."""
     if settings["n_core"] == 0:
         refuse_idle(given, LOOP_FLAGS, "without a loop (--n-core 0)")
-    if settings["injection"] != "diagonal":
+    if settings["injection"] in WITHOUT_DECAY:
         refuse_idle(given, DIAGONAL_FLAGS, f"with --injection {settings['injection']}")
     if settings["mechanism"] != "hyper":
         refuse_idle(given, ["streams"], "without --mechanism hyper")

@@ -28,7 +28,7 @@ from looped.console import Parser, fail, outside, positive_int, run_cli
 from looped.figures import Plot, figure, fmt, frame_table
 from looped.files import write_atomic
 from looped.randomness import SEED_EVAL, sequence_keys
-from model import discretise
+from model import DiagonalInjection, discretise
 
 # not an Apple GPU, which lacks float64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -105,8 +105,8 @@ def loop_norms(model, ids, keys, loops: int) -> dict:
 
 @torch.no_grad()
 def channels(model) -> dict:
-    """Quantiles over channels of the decay and of gain/Δ, for a diagonal injection."""
-    if model.cfg.injection != "diagonal":
+    """Quantiles over channels of the decay and of gain/Δ, for Parcae's linear path."""
+    if not isinstance(model.injection, DiagonalInjection):
         return {}
     rates = (model.injection.A_log, model.injection.dt_bias)
     decay, gain = discretise(*rates, model.cfg.gain)

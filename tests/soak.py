@@ -465,6 +465,7 @@ def starts(here, quick):
         seen["other failures"] += done.returncode != 0 and not aborted
         if done.returncode:
             print(done.stderr, flush=True)
+    assert seen["SIGABRT"] + seen["other failures"] == 0, seen
     return f"{dict(seen)}; load {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
 
 

@@ -13,6 +13,7 @@ from helpers import ROOT, assert_same_gradients, gradients, small_model, token_b
 from torch._dynamo.utils import counters
 
 from looped.cache import KVCache
+from looped.settings import check_meaning
 from model import ModelConfig
 from muon import AdamW, Optimizer, Rates
 from tools.sample import Depth, read
@@ -48,6 +49,20 @@ SELECTIVE = [  # decay and gain (B, T, D): the step length is a function of the 
         "        decay, gain = discretise(self.A_log, dt_bias, self.gain_rule)\n"
         "        if self.B",
     ),
+]
+LINEAR_PATH = [  # another class for it, which heeds --gain
+    (
+        "INJECTIONS = {\n",
+        """
+class Gated(DiagonalInjection):
+    def decay_and_write(self, e):
+        decay, write = super().decay_and_write(e)
+        return decay, write * torch.sigmoid(e)
+
+INJECTIONS = {
+    "gated": Gated,
+""",
+    )
 ]
 BY_INDEX = [  # a vector for each loop of a sequence
     (
@@ -121,6 +136,7 @@ CHANGES = {
     "a third gain": (GAIN, {"gain": "midpoint"}),
     "selective decay and gain": (SELECTIVE, {"gain": "zoh"}),
     "selective, token depths": (SELECTIVE, {"granularity": "token"}),
+    "a linear path": (LINEAR_PATH, {"injection": "gated", "gain": "zoh"}),
     "a parameter by loop index": (BY_INDEX, {}),
     "the same, token depths": (BY_INDEX, {"granularity": "token"}),
     "a mechanism": (MECHANISM, {"mechanism": "damped"}),
@@ -217,6 +233,27 @@ def test_changes_compile(changed):
     model.compile_pieces("eager")
     assert_same_gradients(gradients(model, model.loss(*inputs)[0]), want, 1e-6)
     assert counters["stats"]["unique_graphs"] > 2 and not counters["graph_break"]
+
+
+def test_flags_of_the_linear_path_are_heeded_by_a_new_one():
+    given = {"gain": "zoh", "input_matrix": True}
+    settings = {"n_core": 1, "mechanism": "none", "sampling": "fixed", "injection": "gated"}
+    check_meaning(given, settings)
+    with pytest.raises(SystemExit):
+        check_meaning(given, settings | {"injection": "add"})
+
+
+@pytest.mark.parametrize("changed", ["a third gain"], indirect=True)
+def test_a_third_gain_is_what_the_loop_writes_with(changed):
+    _, model = changed
+    path = model.injection
+    with torch.no_grad():
+        path.B.copy_(torch.eye(16))
+        e = torch.randn(1, 8, 16, dtype=torch.float64)
+        _, write = path.decay_and_write(e)
+        dt = torch.log1p(path.dt_bias.exp())
+        want = dt * torch.exp(-dt * path.A_log.exp() / 2) * e
+    assert torch.allclose(write, want, atol=1e-6)
 
 
 def test_tokens_that_all_loop_as_their_row_log_what_the_row_logs():

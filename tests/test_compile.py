@@ -14,13 +14,14 @@ from torch._dynamo.utils import counters
 
 from looped.depth import sample_depths
 from looped.layers import copied
-from looped.machine import Place
+from looped.machine import Place, choose_compile
 from looped.memory import Step, activation_bytes, keep_less, warm_up
 from looped.validation import HeldOut, validate
 from model import Model, ModelConfig
 from muon import AdamW, Optimizer, Rates
 from train import Batch, training_step
 
+CPU = Place(0, 1, torch.device("cpu"))
 SMALL = ModelConfig(vocab_size=32, seq_len=8, d_model=16, n_head=1, d_mlp=16, mu_rec=4)
 CASES = {
     "zoh": {"gain": "zoh"},
@@ -141,7 +142,7 @@ def test_nothing_compiles_after_the_warm_up(case):
     optimizer = Optimizer([(AdamW(1e-3), list(model.named_parameters()))])
     held_out = HeldOut(Rows(), torch.ones(32), 1e6)
     model.compile_pieces(backend="eager", for_cpu=for_cpu)
-    warm_up(model, rows, Place(0, 1, torch.device("cpu")))
+    warm_up(model, rows, CPU)
     optimizer.zero_grad()
     graphs = counters["stats"]["unique_graphs"]
     assert 0 < graphs <= BOUND
@@ -157,12 +158,24 @@ def test_nothing_compiles_after_the_warm_up(case):
     got = {}
     calls = count_uncompiled(model, lambda: got.update(a_run()))
     assert counters["stats"]["unique_graphs"] == graphs
+    assert_same_gradients(got, want, 0.05 if "dtype" in own else 2e-5)
     if for_cpu:
         assert calls.keys() <= {"token_losses", "run_blocks"}
-        return
-    assert not calls
-    assert not counters["graph_break"]
-    assert_same_gradients(got, want, 0.05 if "dtype" in own else 2e-5)
+    else:
+        assert not calls
+        assert not counters["graph_break"]
+
+
+@pytest.mark.skipif(not choose_compile("auto", 10_000, CPU), reason="no g++, or no Python.h")
+def test_what_inductor_compiles_for_a_cpu_computes_the_same():
+    torch._dynamo.reset()
+    model = Model(replace(SMALL, mu_bwd=2, token_shift=True))
+    model.init_weights(0)
+    some = batch(model.cfg, 4, 0)
+    inputs = some.tokens[:, :-1], some.tokens[:, 1:], some.keys, some.n, some.k
+    want = gradients(model, model.loss(*inputs)[0])
+    model.compile_pieces(for_cpu=True)
+    assert_same_gradients(gradients(model, model.loss(*inputs)[0]), want, 1e-4)
 
 
 def core_step_of(keeps_less: bool, **changes) -> tuple:

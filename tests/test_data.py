@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -259,12 +258,13 @@ def group_is_empty(group):
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])
-def test_killed_packing_shows_no_partial_shard_and_continues(workers, folder, tokenizer, rows, tmp_path):  # fmt: skip
-    whole, out = contents(rows), tmp_path / "out"
-    rng = random.Random(0)
+def test_killed_packing_shows_no_partial_shard_and_continues(workers, folder, tokenizer, tmp_path):
+    make_long(folder, repeats=4)
+    pack(folder, tokenizer, tmp_path / "rows")
+    whole, out = contents(tmp_path / "rows"), tmp_path / "out"
     for _ in range(3):
         process = start(folder, tokenizer, out, "--workers", workers)
-        time.sleep(rng.uniform(0.2, 1.0))
+        wait_for(partial(writes_or_ends, process, out))
         process.kill()
         process.communicate()
         wait_for(partial(group_is_empty, process.pid))  # workers end with it
@@ -276,10 +276,16 @@ def test_killed_packing_shows_no_partial_shard_and_continues(workers, folder, to
     assert contents(out) == whole and not list(out.glob(".*.tmp"))
 
 
-def make_long(folder):
+def writes_or_ends(process, out):
+    """Whether a file is being written; a packing that is killed later continues from more files."""
+    return any(out.glob(".*.tmp")) or process.poll() is not None
+
+
+def make_long(folder, repeats=40):
     """For seconds of packing."""
     for i in range(3):
-        write_parquet(folder / f"shard_{i:05d}.parquet", documents(500, seed=i, mean=500) * 40)
+        texts = documents(500, seed=i, mean=500) * repeats
+        write_parquet(folder / f"shard_{i:05d}.parquet", texts)
 
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg])
@@ -422,7 +428,8 @@ def test_streaming_waits_for_shards_and_equals_packing_at_once(workers, tokenize
     assert (stream[:first] == early).all()
     assert data.sha256() == reference.sha256()
     for a, b in zip(edges, edges[1:]):  # shard after shard, each in its own order
-        assert sorted(stream[a:b]) == list(range(a, b)) and stream[a] != a or stream[a + 1] != a + 1
+        assert sorted(stream[a:b]) == list(range(a, b))
+        assert stream[a] != a or stream[a + 1] != a + 1
     (every / names[1]).unlink()  # waiting has an end
     monkeypatch.setattr(dl, "PATIENCE", 1)
     flags = ("--stream", "2", "--workers", workers)
@@ -438,9 +445,28 @@ def test_a_stream_that_is_whole_may_be_lengthened_and_is_not_cut(tokenizer, tmp_
     data = dl.PackedData(pack_to(texts, tokenizer, out, "1"))
     first = data.rows("train")
     pack_to(texts, tokenizer, out, "3")
-    assert (data.stream_ids(3, 0, first + 9) == whole.stream_ids(3, 0, first + 9)).all()
+    assert sorted(data.stream_ids(3, first, first)) == list(range(first))  # an open one stays
+    longer = dl.PackedData(out)
+    assert (longer.stream_ids(3, 0, first + 9) == whole.stream_ids(3, 0, first + 9)).all()
     pack_to(texts, tokenizer, out, "2")
     assert dl.PackedData(out).rows("train") == whole.rows("train")
+
+
+def test_rows_of_other_texts_are_not_replaced(tokenizer, rows, tmp_path, capsys):
+    before = contents(rows)
+    (tmp_path / "other").mkdir()
+    for name in "ab":
+        write_parquet(tmp_path / "other" / f"{name}.parquet", documents(200, seed=7 + ord(name)))
+    line = partial(pack, tmp_path / "other", tokenizer, rows)
+    refused(capsys, line, "holds rows of other texts (shard_00000.parquet, ")
+    assert contents(rows) == before
+
+
+def test_files_that_are_not_read_are_named(tmp_path, capsys):
+    for name in ("a.TXT", "b.txt", "c.json", "d.jsonl.gz"):
+        (tmp_path / name).write_text("some words. " * 400)
+    assert set(corpus.text_files(tmp_path)) == {Path("a.TXT"), Path("b.txt")}
+    assert "2 other files (c.json, …)" in capsys.readouterr().err
 
 
 def pack_to(texts, tokenizer, out, shards):
@@ -602,6 +628,7 @@ def test_speedrun_refuses_what_it_cannot_use_in_one_line(tmp_path):
     ):
         own = {"PY": sys.executable, "PRESET": "nano", "DATA": "mine/text", name: value}
         line = ["bash", tmp_path / "speedrun.sh"]
-        done = subprocess.run(line, env=os.environ | own, capture_output=True, text=True)
+        env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)} | own
+        done = subprocess.run(line, env=env, capture_output=True, text=True)
         assert done.returncode == 2, done
         assert done.stderr.startswith(f"error: {why}") and done.stderr.count("\n") == 1

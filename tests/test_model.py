@@ -51,7 +51,8 @@ def make(**changes) -> Model:
     return small_model(replace(SMALL, **{"mu_bwd": 0} | changes))
 
 
-COUNTS = {  # the papers' tables; see SPEC for parcae-rdm-100m, where they print the RDM's
+COUNTS = {  # the papers' tables, but for parcae-rdm-100m, where they print the RDM's; README's for nano
+    "nano": 344_704, "transformer-nano": 344_576,
     "transformer-140m": 143_141_184, "transformer-370m": 385_903_104, "transformer-770m": 773_375_040,
     "transformer-1.3b": 1_333_868_544, "parcae-140m": 144_323_136, "parcae-370m": 388_003_328,
     "parcae-770m": 776_655_680, "parcae-1.3b": 1_338_591_744, "rdm-100m": 114_242_560, "rdm-350m": 382_765_056,
@@ -59,7 +60,7 @@ COUNTS = {  # the papers' tables; see SPEC for parcae-rdm-100m, where they print
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*COUNTS, "nano", "transformer-nano", "rdm-nano"])
+@pytest.mark.parametrize("name", [*COUNTS, "rdm-nano"])
 def test_parameter_counts_are_the_papers_and_the_sum_of_the_parts(name):
     c = PRESETS[name]
     layers, d = c.n_prelude + c.n_core + c.n_coda, c.d_model
@@ -186,7 +187,10 @@ def test_spectra_equal_numpys():
         got = model.spectra()
         assert abs(got["rho"] - abs(np.linalg.eigvals(carry)).max()) < 1e-5
         assert abs(got["carry_norm"] - np.linalg.norm(carry, 2)) < 1e-5
-        assert got["write_norm"] is None or abs(got["write_norm"] - np.linalg.norm(write, 2)) < 1e-5
+        if model.cfg.injection == "none":
+            assert got["write_norm"] is None
+        else:
+            assert abs(got["write_norm"] - np.linalg.norm(write, 2)) < 1e-5
         assert abs(got["readout_norm"] - np.linalg.norm(w["C.weight"], 2)) < 1e-5
     assert make(n_core=0).spectra()["rho"] is None
 
@@ -520,9 +524,10 @@ def test_chunked_loss_equals_the_plain_one(chunk):
 
 
 def test_the_chunked_loss_of_an_unlikely_token_is_its_own():
-    h, weight = torch.tensor([[60.0]]), torch.tensor([[1.0], [0.0]])
-    loss = ChunkedCrossEntropy.apply(h, weight, torch.tensor([1]), 4)
-    assert abs(loss - 60) < 1e-4
+    weight = torch.tensor([[1.0], [0.0]])
+    for lead, want in ((60.0, 60.0), (200.0, -math.log(1e-38))):  # the largest loss there is
+        loss = ChunkedCrossEntropy.apply(torch.tensor([[lead]]), weight, torch.tensor([1]), 4)
+        assert abs(loss - want) < 1e-4
 
 
 def test_the_chunked_losses_gradient_takes_1_over_tokens_in_float32():

@@ -30,7 +30,13 @@ import core_eval
 import train
 from dataloader import PackedData
 from looped import machine
-from looped.checkpoint import checkpoints, differences, same_settings, write_checkpoint
+from looped.checkpoint import (
+    checkpoints,
+    differences,
+    same_settings,
+    step_of,
+    write_checkpoint,
+)
 from looped.core_tasks import load_panel
 from looped.depth import sample_depths, share_out
 from looped.endings import explain
@@ -61,12 +67,16 @@ def go(*args, script="train.py", **options):
 
 
 def here(*args):
+    run_here(flags(*args))
+
+
+def run_here(line):
     """train.py in this process, which keeps its own signal handlers."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "catch_signals", list)
         patch.setattr(train.faulthandler, "enable", Mock())
-        train.main(flags(*args))
+        train.main(line)
 
 
 def log(run, *kinds):
@@ -420,6 +430,28 @@ def test_resumed_is_bitwise_uninterrupted_and_a_finished_run_is_left_alone(
     assert last["final"] and last["eval_tokens"] == 640
 
 
+@pytest.mark.parametrize(
+    ("network", "depths"),
+    [
+        ("--preset transformer-nano", {0}),
+        ("--preset parcae-rdm-nano --d-model 128 --n-head 1", {8, 1}),
+        ("--mechanism hyper --streams 2", {8, 1}),
+        ("--granularity token --injection concat", {8, 1}),
+        ("--optimizer adamw --gain zoh --residual-dtype float32", {8, 1}),
+    ],
+)
+def test_other_models_train_validate_and_resume(network, depths, packed, tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "r"
+    line = f"--data {packed} {SIZES} --eval-depths 1,8 --warmup 0 --tokens {STEPS * 32 * 12} {network}".split()
+    run_here([*line, "--out", str(whole)])
+    run_here([*line, "--out", str(run), "--stop-at", "5"])
+    run_here([*line, "--out", str(run), "--resume"])
+    assert_identical(run, whole)
+    records = log(whole)
+    assert records["eval", STEPS]["loss"].keys() == {str(depth) for depth in depths}
+    assert records["train", STEPS]["loss"] < records["train", 1]["loss"] - 0.1
+
+
 def begun_before(base, run, names):
     """A copy of a run, stopped half way, whose network's configuration lacks these fields."""
     shutil.copytree(base, run)
@@ -460,16 +492,35 @@ def test_a_model_without_a_loop_heeds_none_of_the_loops_settings(preset):
         same_settings({"config": asdict(cfg) | {"key_offset": True}}, cfg)
 
 
-def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_step_at_hand(number, base, packed, tmp_path, monkeypatch):
     run = tmp_path / "r"
-    line = command("train.py", *flags(packed, run, "--resume"))
-    p = subprocess.Popen(line, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
-    wait_for_steps(run, 5, [p])
-    p.send_signal(signal.SIGTERM)
-    out, _ = p.communicate(timeout=60)
-    newest = max(run.glob("step_*.pt"))
-    if p.returncode == 128 + signal.SIGTERM:  # else it was already finishing
-        assert "saved" in out
+    draw = train.next_batch
+
+    def next_batch(data, cfg, args, step, place):
+        if step == 5:
+            os.kill(os.getpid(), number)
+        return draw(data, cfg, args, step, place)
+
+    monkeypatch.setattr(train, "next_batch", next_batch)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(SystemExit) as stop:
+            train.main(flags(packed, run))
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert stop.value.code == 128 + number
+    assert checkpoints(run)[-1].name == "step_0000006.pt"
+    monkeypatch.undo()
+    here(packed, run, "--resume")
+    assert_identical(run, base)
+
+
+def test_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):
+    run = tmp_path / "r"
+    here(packed, run, "--stop-at", "6")
+    newest = checkpoints(run)[-1]
     newest.write_bytes(newest.read_bytes()[:-100])
     here(packed, run, "--resume")
     assert f"{newest} is damaged" in capfd.readouterr().out
@@ -659,6 +710,64 @@ def test_a_signal_while_a_run_waits_for_rows_saves_its_last_step(packed, tmp_pat
     assert p.wait(60) == 128 + signal.SIGTERM
     last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
     assert checkpoints(run)[-1].name == f"step_{last['step']:07d}.pt"
+
+
+def test_a_stream_lengthened_after_a_runs_first_epoch_is_refused(packed, tmp_path, capsys):
+    rows = shutil.copytree(packed, tmp_path / "rows")
+    manifest = read_checked(rows / "manifest.json") | {"shuffle": "shard"}
+    write_checked(rows / "manifest.json", manifest)
+    run = tmp_path / "r"
+    epoch = sum(entry["rows"] for entry in manifest["train"]) // 12 + 2  # steps, and one more
+    length = ("--tokens", epoch * 2 * 12 * 32)
+    here(rows, run, *length, "--stop-at", epoch)
+    longer = manifest["train"] + [manifest["train"][0]]
+    write_checked(rows / "manifest.json", manifest | {"train": longer})
+    refused(capsys, lambda: here(rows, run, *length, "--resume"), f"so step {epoch} had other rows")
+    write_checked(rows / "manifest.json", manifest)
+    here(rows, run, *length, "--resume", "--stop-at", epoch + 1)
+
+
+def test_every_rank_has_the_rows_of_the_first(packed, tmp_path):
+    script = tmp_path / "other_rows.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import dataloader, train
+if os.environ["RANK"] == "1":
+    dataloader.PackedData.sha256 = lambda self: "0" * 64
+train.main(sys.argv[1:])
+""")
+    out = go(packed, tmp_path / "r", ranks=2, script=script, check=False)
+    assert out.returncode and "holds other rows here than on the first machine" in out.stderr
+
+
+def test_a_run_begun_again_leaves_the_steps_of_before_out(packed, tmp_path, capfd):
+    run = tmp_path / "r"
+    here(packed, run, "--stop-at", "5")
+    for path in checkpoints(run):
+        path.unlink()
+    here(packed, run, "--resume", "--stop-at", "3")
+    assert "beginning again at step 0" in capfd.readouterr().out
+    assert {step for kind, step in log(run) if kind == "train"} == {1, 2, 3}
+    assert (run / "log.before.jsonl").exists()
+
+
+def test_keep_every_given_at_a_resume_holds_from_then_on(packed, tmp_path):
+    run = tmp_path / "r"
+    here(packed, run, "--stop-at", "2")
+    here(packed, run, "--resume", "--keep-every", "2", "--stop-at", "6")
+    here(packed, run, "--resume")
+    assert {2, 4, 6, 8, 10, 12} <= {step_of(path) for path in checkpoints(run)}
+
+
+@pytest.mark.parametrize("size", [10, 20_000, 60_000])
+def test_a_checkpoint_that_was_cut_is_refused_in_one_line(size, base, tmp_path, capsys):
+    run = shutil.copytree(base, tmp_path / "r")
+    newest = checkpoints(run)[-1]
+    newest.write_bytes(newest.read_bytes()[:size])
+    Path(f"{newest}.sha256").unlink()
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        load_run(run)
 
 
 def test_a_run_is_loaded_with_its_residual_stream(packed, tmp_path):

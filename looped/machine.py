@@ -207,7 +207,7 @@ def note_other_code(run: Path, config: dict) -> None:
 def environment() -> dict:
     """Versions and source state, for config.json."""
     return {
-        "git": {"commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD", "--", "*.py")},
+        "git": {"commit": git("rev-parse", "HEAD"), "diff": code_changes()},
         "network_code": network_code(),
         "versions": {
             "python": platform.python_version(),
@@ -226,6 +226,16 @@ def git(*command) -> str | None:
         out = subprocess.run(line, capture_output=True, cwd=folder, check=True)
         return out.stdout.decode(errors="replace").strip()
     return None
+
+
+def code_changes() -> str | None:
+    """What of the program is not committed, files that git does not know yet included."""
+    changes = git("diff", "HEAD", "--", "*.py")
+    unknown = git("ls-files", "--others", "--exclude-standard", "--", "*.py")
+    for name in (unknown or "").splitlines():
+        file = Path(__file__).parents[1] / name
+        changes += f"\n+++ {name}\n{file.read_text(encoding='utf-8', errors='replace')}"
+    return changes
 
 
 def machine_name() -> str:

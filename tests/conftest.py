@@ -1,6 +1,7 @@
 """Fixtures that several test files share. Helpers that are no fixtures: helpers.py."""
 
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from helpers import documents, write_jsonl
 import dataloader
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from tokenizer_train import train_bpe
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 
 
 def make_tokenizer(path, texts, vocab_size=300):

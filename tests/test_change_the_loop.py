@@ -22,14 +22,14 @@ from train import Batch, training_step
 SIZES = {"vocab_size": 32, "seq_len": 8, "d_model": 16, "n_head": 2, "d_mlp": 24, "mu_rec": 4}
 N, K = np.array([3, 0, 1, 0, 5, 0]), np.array([2, 1, 2, 2, 2, 1])
 
-GAIN = [
+GAIN = [  # as README has it; it may have been made here already
     (
-        'GAINS = {"euler": euler_gain, "zoh": zoh_gain}',
+        "GAINS = {",
         """
 def midpoint_gain(a, dt):
     return dt * torch.exp(-dt * a / 2)
 
-GAINS = {"euler": euler_gain, "zoh": zoh_gain, "midpoint": midpoint_gain}""",
+GAINS = {"midpoint": midpoint_gain, """,
     )
 ]
 SELECTIVE = [  # decay and gain (B, T, D): the step length is a function of the token
@@ -83,7 +83,7 @@ BY_INDEX = [  # a vector for each loop of a sequence
 ]
 MECHANISM = [
     (
-        'MECHANISMS = {"none": PlainLoop,',
+        "MECHANISMS = {",
         """
 class Damped(PlainLoop):
     def __init__(self, cfg):
@@ -96,7 +96,7 @@ class Damped(PlainLoop):
     def step(self, h, history, index, propose):
         return (h + self.share * (propose(h) - h)).to(h.dtype)
 
-MECHANISMS = {"damped": Damped, "none": PlainLoop,""",
+MECHANISMS = {"damped": Damped, """,
     )
 ]
 STATISTIC = [

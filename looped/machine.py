@@ -197,6 +197,13 @@ def network_code() -> str:
     return file_hash(*(root / name for name in NETWORK))
 
 
+def program_code() -> str:
+    """A hash of the source that decides a training's numbers, and of little else."""
+    root = Path(__file__).parents[1]
+    files = [root / name for name in ("train.py", "model.py", "muon.py", "dataloader.py")]
+    return file_hash(*files, *sorted((root / "looped").glob("*.py")))
+
+
 def note_other_code(run: Path, config: dict) -> None:
     """Says so where a run was made by other code than this; config: its config.json."""
     if config.get("network_code") not in (None, network_code()):
@@ -209,6 +216,7 @@ def environment() -> dict:
     return {
         "git": {"commit": git("rev-parse", "HEAD"), "diff": code_changes()},
         "network_code": network_code(),
+        "code": program_code(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

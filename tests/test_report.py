@@ -266,6 +266,9 @@ def test_edits_without_a_flag_are_arms_of_their_own_and_repeated_runs_are_named(
     said = [text for text in compare(base, loop, other, rule) if text.startswith("With other code")]
     for text, gap in zip(said, ("+0.0100", "+0.0200", "+0.0300"), strict=True):
         assert f"the loss changes by {gap} nats/token, n = 1" in text
+    here = {"code": "c0", "git": {"diff": "a comment in tools/"}}
+    same = make_run(tmp_path / "same", code="c0"), make_run(tmp_path / "comment", **here)
+    assert not [text for text in compare(*same) if text.startswith("With other code")]
     twice = make_run(tmp_path / "twice", shift=0.04)
     (said,) = compare(base, twice)
     assert said.endswith("repeats a run, and is not compared.")

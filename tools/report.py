@@ -88,8 +88,11 @@ def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
 
 
 def code(run: LoggedRun) -> str:
-    """A short hash of the network's code, and of the changes that were not committed."""
-    return json_hash([run.config.get("network_code"), run.config["git"].get("diff")])[:8]
+    """A short hash of the code that trained; of older runs, of the network's code and of the changes
+    that were not committed.
+    """
+    older = json_hash([run.config.get("network_code"), run.config["git"].get("diff")])
+    return run.config.get("code", older)[:8]
 
 
 def compare_arms(runs: list[LoggedRun]) -> list[str]:

@@ -778,6 +778,7 @@ def train(args, progress: dict) -> None:
     step = train_steps(run, first, end, progress)
 
     # 5. the end
+    limit_waiting(place, training=False)
     join_writer()
     if step < steps or run.stopped:
         done = f"stopped after step {step} of {steps} and saved"

@@ -239,10 +239,12 @@ def git(*command) -> str | None:
 def code_changes() -> str | None:
     """What of the program is not committed, files that git does not know yet included."""
     changes = git("diff", "HEAD", "--", "*.py")
-    unknown = git("ls-files", "--others", "--exclude-standard", "--", "*.py")
+    own = (":(glob)*.py", "looped/*.py", "tools/*.py", "studies/*.py")
+    unknown = git("ls-files", "--others", "--exclude-standard", "--", *own)
     for name in (unknown or "").splitlines():
         file = Path(__file__).parents[1] / name
-        changes += f"\n+++ {name}\n{file.read_text(encoding='utf-8', errors='replace')}"
+        if file.is_file():  # git quotes odd names
+            changes += f"\n+++ {name}\n{file.read_text(encoding='utf-8', errors='replace')}"
     return changes
 
 

@@ -368,7 +368,7 @@ def check_last_rows(run: Path, data: PackedData, args, step: int) -> None:
     """Refuses to go on after `step` where that step would have other rows today than the log says:
     a stream was lengthened after the run had seen all of it.
     """
-    last = [record for record in read_log(run / "log.jsonl")[0] if record["step"] == step]
+    last = [record for record in read_log(run / "log.jsonl").train if record["step"] == step]
     if last and last[0]["rows"] != zlib.crc32(step_rows(data, args, step - 1).tobytes()):
         fail(
             f"{data.folder} was lengthened after {run} had seen all of it, so step {step} had other "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from looped.machine import Place, environment
+from looped.machine import Place, environment, program_code
 from looped.memory import MemoryFit
 from looped.ops import attends_by_products
 
@@ -53,7 +53,7 @@ def announce(run, first: int, choices: dict) -> None:
         say(f"{name}: {value} ({reason})")
     if first:
         say(f"continuing after step {first}")
-    run.record("start", first, choices=choices)
+    run.record("start", first, code=program_code(), choices=choices)
 
 
 def choices_made(args, cfg, place: Place, fit: MemoryFit, rows_given: bool) -> dict:

@@ -16,7 +16,8 @@ tokens that loop on find a token's last keys and values there (Geiping et al. 20
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+
+from looped.ops import attend
 
 
 class KVCache:
@@ -62,6 +63,4 @@ class KVCache:
             new = torch.where(self.live[:, None, :, None], new, slots[slot, ..., self.new, :])
             slots[slot:, ..., self.new, :] = new
         k, v = slots[slot, ..., : self.length, :]
-        if shift is not None:
-            k, v = shift(k, v)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return attend(q, k, v, shift, self.mask)

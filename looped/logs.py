@@ -44,12 +44,19 @@ def by_depth(values: dict) -> dict[int, object]:
     return {int(depth): value for depth, value in values.items()}
 
 
-def read_log(path: Path) -> tuple[list[dict], list[dict], list[int]]:
-    """-> training records, evaluations, and the numbers of damaged lines.
+class Log(NamedTuple):
+    """The records of log.jsonl by kind, each in order."""
 
-    A resumed run repeats steps: the last record of a step counts.
-    """
+    train: list[dict]  # one a step
+    evals: list[dict]
+    starts: list[dict]  # of the beginning, and of each --resume
+    damaged: list[int]  # numbers of lines that could not be read
+
+
+def read_log(path: Path) -> Log:
+    """A resumed run repeats steps: the last record of a step counts."""
     found = {"train": {}, "eval": {}}
+    starts = []
     damaged = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
@@ -58,12 +65,14 @@ def read_log(path: Path) -> tuple[list[dict], list[dict], list[int]]:
             kind = record.pop("kind")
             if kind == "eval":
                 record |= {name: by_depth(record[name]) for name in ("loss", "bpb")}
-            if kind in found:  # not "start", "core"
+            if kind == "start":
+                starts.append(record | {"step": int(record["step"])})
+            if kind in found:  # not "core"
                 found[kind][int(record["step"])] = record
         except DAMAGE:
             damaged.append(number)
     train, evals = ([steps[step] for step in sorted(steps)] for steps in found.values())
-    return train, evals, damaged
+    return Log(train, evals, starts, damaged)
 
 
 def read_run(path: Path, name: str = "") -> LoggedRun:
@@ -71,10 +80,10 @@ def read_run(path: Path, name: str = "") -> LoggedRun:
     log_file = path / "log.jsonl"
     if not (path / "config.json").is_file() or not log_file.is_file():
         fail(f"{path} lacks config.json or log.jsonl; give directories that train.py made")
-    train, evals, damaged = read_log(log_file)
-    if not train:
+    log = read_log(log_file)
+    if not log.train:
         fail(f"{log_file} has no whole step; continue the run with train.py --resume")
-    last = evals[-1] if evals else {"step": 0, "loss": {}, "bpb": {}}
+    last = log.evals[-1] if log.evals else {"step": 0, "loss": {}, "bpb": {}}
     config = read_json(path / "config.json")
     with outside(f"{path} is damaged", "restore its files, or leave it out"):
         flags = config["args"] | config["model"]
@@ -84,14 +93,14 @@ def read_run(path: Path, name: str = "") -> LoggedRun:
             path=path,
             config=config,
             flags=flags,
-            train=train,
-            evals=evals,
+            train=log.train,
+            evals=log.evals,
             last=last,
             core=read_scores(path),
             depth=depth,
             loss=last["loss"].get(depth, math.nan),
             unigram=unigram_entropy(path, config["data"]["path"]),
-            notes=faults(train, last, damaged),
+            notes=faults(log, last) + changes_of_code(log, config.get("code")),
         )
 
 
@@ -114,12 +123,24 @@ def unigram_entropy(path: Path, data: str) -> float | None:
     return None
 
 
-def faults(train: list[dict], last: dict, damaged: list[int]) -> list[str]:
-    notes = [f"line {number} of log.jsonl is damaged and left out" for number in damaged]
+def faults(log: Log, last: dict) -> list[str]:
+    notes = [f"line {number} of log.jsonl is damaged and left out" for number in log.damaged]
     if not last.get("final"):
-        step = train[-1]["step"]
+        step = log.train[-1]["step"]
         notes.append(f"unfinished at step {step}, last evaluated at step {last['step']}")
-    lost = [record["step"] for record in train if not math.isfinite(record["loss"])]
+    lost = [record["step"] for record in log.train if not math.isfinite(record["loss"])]
     if lost:
         notes.append(f"the loss is not finite at step {lost[0]}")
+    return notes
+
+
+def changes_of_code(log: Log, code: str | None) -> list[str]:
+    """Where a run was continued by other code than before; code: the hash that it began with."""
+    notes = []
+    for start in log.starts:
+        new = start.get("code", code)
+        trained = start["step"] < log.train[-1]["step"]
+        if code and new != code and trained:
+            notes.append(f"trained by other code ({new[:8]}) after step {start['step']}")
+        code = new
     return notes

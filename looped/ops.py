@@ -47,13 +47,17 @@ def attends_by_products(device: str, dtype: torch.dtype, tokens: int) -> bool:
     return device == "cpu" and dtype == torch.bfloat16 and tokens <= 512
 
 
-def attend(q, k, v, shift: Callable | None = None):
+def attend(q, k, v, shift: Callable | None = None, mask: torch.Tensor | None = None):
     """Causal attention on (B, H, T, K); shift: shift_values, shift_keys or None, applied first.
 
-    As two matrix products, scores are rounded to bfloat16, as every other activation is.
+    mask (T, S): for text that comes piece by piece, whether each of q's T tokens sees each of the S
+    of k and v so far. As two matrix products, scores are rounded to bfloat16, as every other
+    activation is.
     """
     if shift is not None:
         k, v = shift(k, v)
+    if mask is not None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if not attends_by_products(q.device.type, q.dtype, q.size(2)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     tokens = q.size(2)

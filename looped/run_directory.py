@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from looped.checkpoint import differences, newest_checkpoint
-from looped.console import DAMAGE, fail, outside
+from looped.console import DAMAGE, fail, note, outside
 from looped.files import lock, write_atomic
 from looped.logs import read_log
-from looped.machine import note_other_code, peak_flops, peak_memory
+from looped.machine import peak_flops, peak_memory
 from looped.settings import eval_depths
 from looped.validation import rows_asked
 
@@ -44,7 +44,7 @@ def made_no_step(run: Path) -> bool:
     log = run / "log.jsonl"
     found = {path.name for path in run.glob("[!.]*")}
     made = {"config.json", "tokenizer.json", log.name}
-    return found <= made and not (log.is_file() and read_log(log)[0])
+    return found <= made and not (log.is_file() and read_log(log).train)
 
 
 def begun_config(run: Path, resume: bool) -> dict | None:
@@ -73,7 +73,8 @@ def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
             fail(f"{run} was begun with other settings: {differing}; {advice}")
     newest = newest_checkpoint(run)
     if newest:
-        note_other_code(run, begun)
+        if begun.get("code") not in (None, config["code"]):
+            note(f"{run} was begun by other code than this; a report says which steps are whose")
         begun["args"]["keep_every"] = config["args"]["keep_every"]  # may be given anew
         config = begun
     elif begun:  # the code may have changed since

@@ -135,7 +135,7 @@ def evaluation(entry: dict) -> dict:
 def record(path: Path) -> dict | None:
     """The line of a finished or diverged run directory; None if the run is still to be done."""
     log = path / "log.jsonl"
-    if not log.is_file() or not read_log(log)[0]:
+    if not log.is_file() or not read_log(log).train:
         return None
     run = read_run(path)
     steps = steps_of(run.train)

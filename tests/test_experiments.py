@@ -267,7 +267,7 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
     rows = {"diagonal": "+ prelude norm", "concat": "RDM: concat, per batch"}
     for injection, row in rows.items():
         path = here / lines[injection]["run"]
-        final = read_log(path / "log.jsonl")[1][-1]
+        final = read_log(path / "log.jsonl").evals[-1]
         assert lines[injection]["loss"] == final["loss"]
         shown = next(line for line in text.splitlines() if line.startswith(f"| {row} "))
         assert all(f"{final['loss'][depth]:.4f}" in shown for depth in (1, 4, 8)), shown

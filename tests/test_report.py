@@ -200,7 +200,7 @@ def test_a_repeated_step_counts_once_and_its_last_record_wins(tmp_path):
     stale = [r | {"loss": {"8": 99.0} if r["kind"] == "eval" else 99.0} for r in log[40:90]]
     write_log(run, log[:40] + stale + log[40:])  # stopped after line 90, resumed from line 40
     again = read_log(run / "log.jsonl")
-    assert again == plain and list(map(len, again)) == [STEPS, STEPS // 20, 0]
+    assert again == plain and list(map(len, again)) == [STEPS, STEPS // 20, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_lines_that_are_no_records_are_left_out(tmp_path, run_report):
         1,
     ]
     write_log(run, [*bad, *good])
-    train, evals, damaged = read_log(run / "log.jsonl")
+    train, evals, _, damaged = read_log(run / "log.jsonl")
     assert damaged == list(range(1, len(bad) + 1))
     assert len(train) == STEPS and train[0] | {"kind": "train"} == step
     assert evals[-1]["loss"][8] == evaluation["loss"]["8"]

@@ -298,7 +298,7 @@ def test_run_directories_are_read_at_their_last_evaluation(packed, tmp_path, cap
     line = [*sizes.split(), *length.split(), "--data", packed, "--out", run]
     run_program("train.py", *line)
     rows = good(scaling_laws.rows_of_path(run))
-    last = read_log(run / "log.jsonl")[1][-1]
+    last = read_log(run / "log.jsonl").evals[-1]
     assert dict(zip(rows.depth, rows.loss)) == last["loss"] and set(rows.depth) == {1, 4}
     assert set(rows.best) == {last["loss"][4]} and set(rows.tokens) == {4608}
     scaling_laws.main(["fit", str(run), "--out", str(tmp_path / "fit")])

@@ -41,6 +41,7 @@ from looped.core_tasks import load_panel
 from looped.depth import sample_depths, share_out
 from looped.endings import explain
 from looped.files import file_hash, read_checked, write_checked
+from looped.logs import read_run
 from looped.machine import ONE_PROCESS, Place, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
@@ -648,6 +649,21 @@ def test_a_run_of_other_code_says_so(base, tmp_path, capsys):
     (run / "config.json").write_text(json.dumps(config))
     load_run(run)
     assert f"{run} was trained with another version of model.py" in capsys.readouterr().err
+
+
+def test_a_run_continued_by_other_code_says_where(packed, tmp_path, capsys):
+    run = tmp_path / "r"
+    here(packed, run, "--stop-at", "2")
+    code = machine.program_code()
+    for file in (run / "config.json", run / "log.jsonl"):  # as if train.py had been edited since
+        text = file.read_text()
+        assert text.count(code) == 1
+        file.write_text(text.replace(code, "0" * 64))
+    here(packed, run, "--resume", "--stop-at", "4")
+    assert f"{run} was begun by other code" in capsys.readouterr().err
+    assert f"trained by other code ({code[:8]}) after step 2" in read_run(run).notes
+    here(packed, run, "--resume")
+    assert sum("other code" in text for text in read_run(run).notes) == 1
 
 
 def test_evaluation_passes_over_a_damaged_checkpoint(base, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The network against closed forms, a slow float64 network written from the equations (oracle.py), and naive loops."""
 
 import contextlib
+import functools
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -23,7 +24,7 @@ from looped.depth import DEPTH_LAWS, deepest, even_plan, poisson_quantile, sampl
 from looped.hashes import permute
 from looped.layers import Linear
 from looped.mechanisms import PlainLoop
-from looped.ops import orthogonal
+from looped.ops import attend, attends_by_products, orthogonal
 from looped.randomness import hashed_normal, mix64, sequence_key, uniforms
 from model import (
     CHOICES,
@@ -34,7 +35,6 @@ from model import (
     ChunkedCrossEntropy,
     Model,
     ModelConfig,
-    attend,
     config_of,
     discretise,
     flat,
@@ -640,12 +640,23 @@ def test_bfloat16_loses_no_gradient_and_keeps_the_decay(residual):
             assert (rounded[name] - g).norm() < 0.1 * g.norm(), name
 
 
-def test_short_attention_equals_torchs_to_bfloat16():
+@pytest.mark.parametrize("tokens", [1, 40, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_short_attention_and_its_gradient_are_as_exact_as_torchs(dtype, tokens):
     g = torch.Generator().manual_seed(0)
-    q, k, v = [torch.randn(3, 2, 40, 16, generator=g).bfloat16() for _ in range(3)]
-    torchs = F.scaled_dot_product_attention(q, k, v, is_causal=True).double()
-    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
-    assert (attend(q, k, v).double() - want).norm() < 2 * (torchs - want).norm()
+    given = [torch.randn(3, 2, tokens, 16, generator=g).to(dtype) for _ in range(3)]
+    assert attends_by_products("cpu", dtype, tokens)
+    torchs = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+    def results(function, inputs):
+        inputs = [x.requires_grad_() for x in inputs]
+        y = function(*inputs)
+        grads = torch.autograd.grad(y.square().sum(), inputs)
+        return torch.cat([x.detach().double().flatten() for x in (y, *grads)])
+
+    want = results(torchs, [x.double() for x in given])
+    own = (results(attend, given) - want).norm()
+    assert own <= 2 * (results(torchs, given) - want).norm() + 1e-12
 
 
 @pytest.mark.parametrize("granularity", CHOICES["granularity"])

@@ -61,7 +61,7 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit, rows_given: bool) -> d
     processes = f"{place.world} process(es) of {torch.get_num_threads()} threads"
     attention = ("torch's", "its own order of kernels")
     if attends_by_products(place.device.type, getattr(torch, args.dtype), cfg.seq_len):
-        attention = ("matrix products", "the faster way for short rows on a CPU")
+        attention = ("two matrix products", "the faster way for short bfloat16 rows on a CPU")
     chosen = {
         "device": (place.device.type, processes),
         "attention": attention,

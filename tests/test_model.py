@@ -641,8 +641,8 @@ def test_bfloat16_loses_no_gradient_and_keeps_the_decay(residual):
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 200])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_short_attention_and_its_gradient_are_as_exact_as_torchs(dtype, tokens):
+def test_short_attention_and_its_gradient_are_as_exact_as_torchs(tokens):
+    dtype = torch.bfloat16
     g = torch.Generator().manual_seed(0)
     given = [torch.randn(3, 2, tokens, 16, generator=g).to(dtype) for _ in range(3)]
     assert attends_by_products("cpu", dtype, tokens)

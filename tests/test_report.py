@@ -154,7 +154,7 @@ def test_tables_equal_a_second_computation(tmp_path, run_report):
     speed = statistics.median(9000 + s**2 for s in range(1, STEPS + 1))
     want = ["1,180,000", f"{tokens:,}", f"{tokens * 2.5e7:.3g}", f"{speed:,.0f}", f"{minutes:.1f}"]
     assert cost[1][1:] == [*want, "1.50", "x86_64, 2 cores"]
-    assert "-0.0151 nats/token, n = 1" in text
+    assert "-0.0151 nats/token, n = 1" in text and "One seed gives no interval" in text
     shown, _ = screen.split("\nwritten: ")
     assert text.startswith(shown) and screen.endswith(f"written: {tmp_path / 'report.md'}\n")
 

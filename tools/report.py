@@ -54,6 +54,10 @@ SCORES = {
     "run": "", "depth": "", "name": "", "mean": ".4f", "std": ".4f", "tasks_done": "",
     "tasks_total": "",
 }  # fmt: skip
+ONE_SEED = (
+    "One seed gives no interval, and chance alone changes losses from seed to seed: train the same "
+    "with --seed 1, 2, …, and give all runs."
+)
 # what should be the same where losses are compared: of config.json and of the last evaluation
 SHARED = [
     "versions.torch", "versions.numpy", "device", "dtype", "git.commit", "git.diff",
@@ -248,6 +252,8 @@ def report(runs: list[LoggedRun], out: Path) -> None:
     lines += figure(out / "depth.png", "Last validation loss against depth.", names, [plot])
     lines += loss_table(runs)
     remarks = compare_arms(runs)
+    if len(runs) > 1 and len({run.flags["seed"] for run in runs}) == 1:
+        remarks.append(ONE_SEED)
     remarks.append(f"Knowing token frequencies only: {fmt(runs[0].unigram)} nats/token.")
     for run in runs:
         remarks += [f"{run.name}: {note}." for note in run.notes]

@@ -69,7 +69,8 @@ def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
     if begun:
         differing = ", ".join(differences(decisive(begun), decisive(config)))
         if differing:
-            advice = "repeat them, or name another with --out"
+            new = f"name another with --out; --init-from {run} begins that with these weights"
+            advice = f"repeat them, or {new}"
             fail(f"{run} was begun with other settings: {differing}; {advice}")
     newest = newest_checkpoint(run)
     if newest:

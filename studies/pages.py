@@ -40,6 +40,7 @@ RUN_COLUMNS = {  # of a run's line, and how they are written
     "arm": "",
     "run": "",
     "seed": "",
+    "dtype": "",
     "params": ",.0f",
     "tokens": ",.0f",
     "tokens_per_param": ".1f",

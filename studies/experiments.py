@@ -219,7 +219,7 @@ def look_up(jobs: list[Job]) -> list[Job]:
         wanted = ledger.identity(job.settings)
         for (settings, data, _), line in lines:
             if settings == wanted and job.accepts(line):
-                job.line = line
+                job.line = job.line or line  # of runs in both dtypes the one recorded first
                 used.add(data[:10])
     if len(used) > 1:
         names = " and ".join(sorted(used))

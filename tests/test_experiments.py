@@ -377,6 +377,16 @@ def test_a_dtype_that_is_asked_for_is_the_runs():
         assert asked.accepts(run | {"dtype": dtype}) == (dtype == "float32")
 
 
+def test_a_later_run_in_another_dtype_takes_no_page_over(here):
+    args = arguments("rdm")
+    usual = experiments.jobs_of(args, arms_of(args))[0]
+    line = {"settings": usual.settings, "data": "d", "diverged_at": 1, "loss": {}, "evals": []}
+    for dtype, loss in (("bfloat16", 3.0), ("float32", 2.0), ("bfloat16", 2.5)):
+        ledger.append(line | {"dtype": dtype, "last_loss": loss})
+    assert not experiments.look_up([usual])
+    assert usual.line["dtype"] == "bfloat16" and usual.line["last_loss"] == 2.5
+
+
 @pytest.mark.parametrize("line, words", [
     ("stability --scale 140m", "--scale 140m is not a size of stability; choose from nano, 100m, 350m"),
     ("gains --scale 140m", "needs --data"),

@@ -49,7 +49,7 @@ class Log(NamedTuple):
 
     train: list[dict]  # one a step
     evals: list[dict]
-    starts: list[dict]  # of the beginning, and of each --resume
+    starts: list[dict]  # of the beginning and of each --resume; none whose steps were all repeated
     damaged: list[int]  # numbers of lines that could not be read
 
 
@@ -66,7 +66,9 @@ def read_log(path: Path) -> Log:
             if kind == "eval":
                 record |= {name: by_depth(record[name]) for name in ("loss", "bpb")}
             if kind == "start":
-                starts.append(record | {"step": int(record["step"])})
+                step = int(record["step"])
+                starts = [start for start in starts if start["step"] < step]
+                starts.append(record | {"step": step})
             if kind in found:  # not "core"
                 found[kind][int(record["step"])] = record
         except DAMAGE:

@@ -664,6 +664,10 @@ def test_a_run_continued_by_other_code_says_where(packed, tmp_path, capsys):
     assert f"trained by other code ({code[:8]}) after step 2" in read_run(run).notes
     here(packed, run, "--resume")
     assert sum("other code" in text for text in read_run(run).notes) == 1
+    log = run / "log.jsonl"
+    earlier = json.dumps({"kind": "start", "step": 0, "code": "1" * 64})  # it crashed at once
+    log.write_text(f"{earlier}\n{log.read_text()}")
+    assert sum("other code" in text for text in read_run(run).notes) == 1
 
 
 def test_evaluation_passes_over_a_damaged_checkpoint(base, tmp_path, capsys):

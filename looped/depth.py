@@ -142,7 +142,9 @@ def sample_depths(cfg, seed: int, step: int, batch: int) -> tuple[np.ndarray, np
 
 @functools.cache
 def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
-    """Means of n and k under a law, by averaging it over a grid of (u, v); exact to some 1e-4."""
+    """Means of n and k under a law, by averaging it over a grid of (u, v); exact to some 1e-4. Raises
+    ValueError for a law that draws from something else.
+    """
     points = 1 << 16
     index = np.arange(points)
     u = (index + 0.5) / points
@@ -150,6 +152,9 @@ def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
     v = (index * 0.6180339887498949 + 0.5) % 1.0
     v = np.clip(v, 1e-6, 1 - 1e-6)
     n, k = DEPTH_LAWS[law](mu_rec, mu_bwd, u, v)
+    again = DEPTH_LAWS[law](mu_rec, mu_bwd, u, v)
+    if not np.array_equal((n, k), again):
+        raise ValueError(f"the depth law {law} draws from other numbers than u and v")
     return float(n.mean()), float(k.mean())
 
 

@@ -495,6 +495,14 @@ def test_a_law_that_gives_no_depths_is_named(law, monkeypatch):
         sample_depths(cfg, 0, 0, 500)
 
 
+def test_a_law_with_draws_of_its_own_is_named(monkeypatch):
+    draws = np.random.default_rng(0)
+    law = lambda mu_rec, mu_bwd, u, v: (draws.poisson(mu_rec, u.shape), np.ones(u.shape, int))  # noqa: E731
+    monkeypatch.setitem(DEPTH_LAWS, "own draws", law)
+    with pytest.raises(ValueError, match="the depth law own draws draws from other numbers"):
+        replace(SMALL, sampling="own draws").flops_per_token()
+
+
 def test_matched_models_share_initial_weights():
     """Changing the gain, the injection or the looping changes no parameter that both models have."""
     configs = [ModelConfig(), ModelConfig(gain="zoh"), ModelConfig(injection="concat")]

@@ -128,8 +128,8 @@ class LoopInputs:
         return self.map(torch.Tensor.detach)
 
 
-class AddInjection(nn.Module):
-    """h + e: the carry (what multiplies h) is the identity, so h may grow. Base of the others."""
+class Injection(nn.Module):
+    """The linear path h + write; the others are made from it."""
 
     carry_is_matrix = False  # whether the state is multiplied by a matrix at every loop
 
@@ -164,11 +164,20 @@ class AddInjection(nn.Module):
         return {}
 
     def spectra(self) -> dict:
-        """Spectral radius and norm of the carry, and the norm of the written input's matrix."""
+        """Spectral radius and norm of the carry (what multiplies h), and the norm of the written
+        input's matrix; None: not known.
+        """
+        return dict.fromkeys(("rho", "carry_norm", "write_norm"))
+
+
+class AddInjection(Injection):
+    """h + e: the carry is the identity, so h may grow."""
+
+    def spectra(self):
         return {"rho": 1.0, "carry_norm": 1.0, "write_norm": 1.0}
 
 
-class DiagonalInjection(AddInjection):
+class DiagonalInjection(Injection):
     """Parcae: decay ⊙ h + gain ⊙ (B e), with 0 < decay < 1 by construction."""
 
     def __init__(self, cfg: "ModelConfig"):
@@ -218,7 +227,7 @@ class DiagonalInjection(AddInjection):
         return {"rho": rho, "carry_norm": rho, "write_norm": write}
 
 
-class ConcatInjection(AddInjection):
+class ConcatInjection(Injection):
     """RDM: W [h; e], unconstrained."""
 
     carry_is_matrix = True
@@ -252,7 +261,7 @@ class ConcatInjection(AddInjection):
         return {"rho": rho, "carry_norm": spectral_norm(carry), "write_norm": spectral_norm(write)}
 
 
-class RawInjection(AddInjection):
+class RawInjection(Injection):
     """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): blocks read e, h does not keep it."""
 
     def finish(self, x, inputs):
@@ -399,19 +408,11 @@ CHOICES = {
     "sampling": DEPTH_LAWS,
     "granularity": GRANULARITIES,
 }
-POSITIVE = ("vocab_size", "seq_len", "d_model", "n_head", "d_mlp", "streams", "rope_theta")
-LARGEST = {  # others: 2^20
-    "n_prelude": 4096,
-    "n_core": 4096,
-    "n_coda": 4096,
-    "mu_rec": MAX_DEPTH,
-    "rope_theta": 1 << 31,
-}
 
 
-def setting(default, about: str):
-    """A field of ModelConfig and the help of its flag."""
-    return field(default=default, metadata={"help": about})
+def setting(default, about: str, least: float = 0, most: float = 1 << 20):
+    """A field of ModelConfig, the help of its flag, and the bounds of a number."""
+    return field(default=default, metadata={"help": about, "least": least, "most": most})
 
 
 @dataclass
@@ -420,20 +421,22 @@ class ModelConfig:
     the size of the preset `nano`; `nano` itself departs from the paper's (NANO, below).
     """
 
-    vocab_size: int = setting(1024, "entries of the tokenizer")
-    seq_len: int = setting(256, "tokens a row")
-    d_model: int = setting(64, "width of the residual stream")
-    n_head: int = setting(1, "attention heads")
-    d_mlp: int = setting(256, "width of the MLP")
-    n_prelude: int = setting(1, "layers before the loop")
-    n_core: int = setting(1, "layers in the loop; 0: a plain Transformer")
-    n_coda: int = setting(1, "layers after the loop")
-    mu_rec: int = setting(8, "mean number of loops in training, and that of evaluation")
+    vocab_size: int = setting(1024, "entries of the tokenizer", least=1)
+    seq_len: int = setting(256, "tokens a row", least=1)
+    d_model: int = setting(64, "width of the residual stream", least=1)
+    n_head: int = setting(1, "attention heads", least=1)
+    d_mlp: int = setting(256, "width of the MLP", least=1)
+    n_prelude: int = setting(1, "layers before the loop", most=4096)
+    n_core: int = setting(1, "layers in the loop; 0: a plain Transformer", most=4096)
+    n_coda: int = setting(1, "layers after the loop", most=4096)
+    mu_rec: int = setting(
+        8, "mean number of loops in training, and that of evaluation", most=MAX_DEPTH
+    )
     mu_bwd: int = setting(0, "loops with gradient, at most; 0: half of mu_rec, rounded up")
     injection: str = setting("diagonal", "linear path of a loop; none: the raw loop h + R(h, e)")
     gain: str = setting("euler", "input gain of the diagonal path")
     mechanism: str = setting("none", "how a loop's change enters the state: looped/mechanisms.py")
-    streams: int = setting(4, "copies of the state in --mechanism hyper")
+    streams: int = setting(4, "copies of the state in --mechanism hyper", least=1)
     block: str = setting(
         "prenorm", "norms before the branches; resnorm: after the sums too, the RDM's"
     )
@@ -455,7 +458,7 @@ class ModelConfig:
         "scaled-zero", "initial attention and MLP outputs: zero, or scaled by depth"
     )
     ssm_decay: float = setting(math.sqrt(1 / 5), "decay at initialisation, between 0 and 1")
-    rope_theta: float = setting(50_000.0, "base of the rotary embedding")
+    rope_theta: float = setting(50_000.0, "base of the rotary embedding", least=1, most=1 << 31)
     sampling: str = setting("poisson-truncated-full", "law of a sequence's depth: looped/depth.py")
     granularity: str = setting("sequence", "what has a depth of its own in training")
 
@@ -464,11 +467,11 @@ class ModelConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{flag(name)} {value} is not one of {', '.join(allowed)}")
-        for name, value in vars(self).items():
-            minimum = 1 if name in POSITIVE else 0
-            largest = LARGEST.get(name, 1 << 20)
-            if type(value) in (int, float) and not minimum <= value <= largest:
-                raise ValueError(f"{flag(name)} {value} must lie between {minimum} and {largest}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            least, most = (item.metadata.get(end, value) for end in ("least", "most"))
+            if type(value) in (int, float) and not least <= value <= most:
+                raise ValueError(f"{flag(item.name)} {value} must lie between {least} and {most}")
         if self.n_core:
             self._check_loop()
         else:
@@ -730,8 +733,8 @@ class Model(nn.Module):
         """Names of Muon's matrices: attention's q, k, v, o, the MLP's (paper, table of groups)."""
         parts = {"q", "k", "v", "o", "fc", "up", "proj"}
         names = set()
-        for name, _ in self.named_parameters():
-            if name.startswith("blocks.") and name.split(".")[-2] in parts:
+        for name, p in self.named_parameters():
+            if name.startswith("blocks.") and name.split(".")[-2] in parts and p.dim() == 2:
                 names.add(name)
         return names
 
@@ -763,6 +766,8 @@ class Model(nn.Module):
         if self.cfg.n_core == 0:
             return e, None
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
+        if decay is not None and decay.element_size() < 4:
+            raise TypeError(f"decay is {decay.dtype}, where 0.999 is 1; compute it in float32")
         values = self.value_rows(ids, self.core_layers)
         positions = None if cache is None else cache.positions
         inputs = LoopInputs(decay, write, values)
@@ -863,7 +868,8 @@ class Model(nn.Module):
                 if loop.gradient and torch.is_grad_enabled() and not learning:
                     # torch compiles one graph for states that require gradient and another for
                     # those that do not: all loops with gradient should use one
-                    x = x.detach().requires_grad_()
+                    if not x.requires_grad:
+                        x = x.detach().requires_grad_()
                     history = mechanism.resume(history)
                     learning = True
                 if cache is not None:

@@ -10,8 +10,9 @@ Each buffer takes one collective each way and one batched update, with no copies
 under a million parameters in all, messages cost more than the update: every rank then keeps and
 updates everything, and one message sums all gradients, to the same bits on every rank.
 
-Another optimiser is a class like AdamW below, which must multiply all that it changes by `ok`, and
-in train.py a function of its parameter groups with a line in OPTIMIZERS.
+Another optimiser is a class like AdamW below, whose state is of its buffer's shape (N,), and which
+must multiply all that it changes by `ok`; and in train.py a function of its parameter groups with a
+line in OPTIMIZERS.
 
 Sources: Muon (Jordan et al. 2024), Polar Express (arXiv 2505.16932), NorMuon's factored variance
 reduction (arXiv 2510.05491), cautious weight decay; values of the paper's table "Hyperparameter …

@@ -75,7 +75,7 @@ from looped.machine import (
     take_from_first,
     to_device,
 )
-from looped.memory import DEVICE_BATCH, check_memory, fit_memory
+from looped.memory import DEVICE_BATCH, check_memory, fit_memory, settle_chunks
 from looped.randomness import SEED_STATE, sequence_keys
 from looped.run_directory import (
     RunLog,
@@ -260,7 +260,7 @@ def add_network_flags(parser) -> None:
     """A flag for every field of ModelConfig; given, it overrides the preset."""
     network = parser.add_argument_group("network", "override the preset")
     for field in dataclasses.fields(ModelConfig):
-        about = field.metadata["help"]
+        about = field.metadata.get("help")
         if field.type is bool:
             network.add_argument(
                 flag(field.name), action=argparse.BooleanOptionalAction, help=about
@@ -416,8 +416,9 @@ def training_step(
         loss, stats = model.loss(ids, targets, part.keys, part.n, part.k)
         (loss / batch.step_tokens).backward()
         for name, value in dict(loss=loss.detach(), **stats).items():
-            if value.dim():
-                raise ValueError(f"statistic {name} is {tuple(value.shape)}; sum it over tokens")
+            shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
+            if shape != ():
+                raise ValueError(f"statistic {name} is {shape}; make it a tensor's sum over tokens")
             means[name] = means.get(name, 0.0) + value / batch.step_tokens
     sums = means | own
     out = optimizer.step(rates, torch.stack(list(sums.values())))
@@ -532,6 +533,9 @@ def finish_step(run: Run, finished: Finished) -> None:
     run.stopped |= numbers.pop("stop") > 0
     norm2 = numbers.pop("grad_norm2")
     good = math.isfinite(norm2) and math.isfinite(numbers["loss"])
+    twice = finished.entry.keys() & numbers.keys()
+    if twice:
+        raise ValueError(f"a statistic is called {min(twice)}, as a field of the log is; rename it")
     entry = finished.entry | numbers
     entry["grad_norm"] = math.sqrt(norm2) if good else norm2
     step = entry["step"]
@@ -615,7 +619,8 @@ def begin_from(run, model: Model, data: PackedData) -> None:
     try:
         other, cfg, config = load_run(run)
         try:
-            model.load_state_dict(other.state_dict(), assign=True)
+            shapes_only = model.wte.weight.is_meta
+            model.load_state_dict(other.state_dict(), assign=shapes_only)
         except RuntimeError:
             unlike = differences(dataclasses.asdict(cfg), dataclasses.asdict(model.cfg))
             names = ", ".join(unlike) or "another model.py"
@@ -665,6 +670,7 @@ def build(
         model.residual_dtype = getattr(torch, args.residual_dtype)
     model.checkpoint_loops = args.checkpoint_loops
     model.init_weights(args.seed)
+    settle_chunks(model, args)
     if args.init_from and not newest:
         begin_from(args.init_from, model, data)
     model.to(place.device)

@@ -203,7 +203,8 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
                       #                     #
     """
     late = k.max() - k  # loops with gradient that pass before a row joins
-    nested = n.ndim == 1 and k.any() and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
+    together = k.any() or n.min() == n.max()  # the last loop is that of all rows
+    nested = n.ndim == 1 and together and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
     if not nested:
         late = np.zeros_like(k)
     indices = []  # of each loop: how many loops each row has taken before

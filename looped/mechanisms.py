@@ -9,7 +9,8 @@ What becomes of the change that a loop proposes, Huang (2026), appendix "Other L
 A mechanism is a module with these methods; `Model.unroll` calls them, for training, evaluation and
 sampling alike:
 
-    start(h)            h_0 (B, T, D) -> what the loop carries, rows first; and its history, a list
+    start(h)            h_0 (B, T, D) -> what the loop carries, rows first; and its history, a list;
+                        of weights in it only rows without gradient-free loops learn
     step(x, history, index, propose)
                         the carried rows x after one more loop; index: each row's own loop index;
                         propose(h) is core_step(h)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from looped.console import fail
+from looped.console import fail, note, refuse
 from looped.depth import deepest
 from looped.machine import Place
 from looped.randomness import SEED_STATE, sequence_keys
@@ -149,6 +149,50 @@ class MemoryFit:
     step: Step
     peak: float  # GiB on a GPU, at the deepest depth to be expected; elsewhere 0
     seconds: float  # with all compiling
+
+
+def settle_chunks(model, args) -> None:
+    """Keeps an edited head or loss from a loss by chunks, which has both written out."""
+    if args.loss_chunk == 0 or chunks_agree(model):
+        return
+    what = "Model.head or head_loss is not what ChunkedCrossEntropy of looped/ops.py computes"
+    if args.loss_chunk:
+        refuse(f"--loss-chunk {args.loss_chunk}: {what}; change that too, or leave the flag out")
+    note(f"{what}: all logits are kept (--loss-chunk 0)")
+    args.loss_chunk = 0
+
+
+def chunks_agree(model) -> bool:
+    """Whether the loss by chunks and its gradients are those of all logits at once, on eight made-up
+    states with logits of some five nats.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, model.cfg.d_model, generator=generator)
+    with torch.no_grad():
+        x *= 5 / model.head(x).std()
+    targets = torch.arange(8) % model.cfg.vocab_size
+    whole = head_gradients(model, x, targets, chunk=0)
+    chunked = head_gradients(model, x, targets, chunk=3)
+    if whole.keys() != chunked.keys():
+        return False
+    return all((chunked[name] - g).norm() <= 1e-4 * g.norm() for name, g in whole.items())
+
+
+def head_gradients(model, x, targets, chunk: int) -> dict[str, torch.Tensor]:
+    """The loss of states x (N, D) by chunks of so many, and its gradient for x and every parameter
+    that has one.
+    """
+    leaves = {"x": x.clone().requires_grad_(), **dict(model.named_parameters())}
+    before = model.loss_chunk
+    model.loss_chunk = chunk
+    loss = model.head_loss(leaves["x"], targets)
+    model.loss_chunk = before
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = {"loss": loss.detach()}
+    for name, g in zip(leaves, gradients, strict=True):
+        if g is not None:
+            found[name] = g
+    return found
 
 
 def check_memory(cfg, optimizer: str, place: Place) -> None:

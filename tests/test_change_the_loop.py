@@ -81,6 +81,22 @@ BY_INDEX = [  # a vector for each loop of a sequence
     ),
     ("import AttnRes, HyperConnected", "import at_index, AttnRes, HyperConnected"),
 ]
+LEARNED_START = [
+    (
+        "        self.mechanism = MECHANISMS[cfg.mechanism](cfg)\n",
+        "        self.mechanism = MECHANISMS[cfg.mechanism](cfg)\n"
+        "        self.h0 = nn.Parameter(torch.empty(d))\n",
+    ),
+    (
+        '        if part == "gate":\n',
+        '        if part == "h0":\n            return torch.zeros(p.shape)\n'
+        '        if part == "gate":\n',
+    ),
+    (
+        "        B, T, D = e.shape\n        std, cut",
+        "        return self.h0.to(e.dtype).expand_as(e)\n        std, cut",
+    ),
+]
 MECHANISM = [
     (
         "MECHANISMS = {",
@@ -139,6 +155,7 @@ CHANGES = {
     "a linear path": (LINEAR_PATH, {"injection": "gated", "gain": "zoh"}),
     "a parameter by loop index": (BY_INDEX, {}),
     "the same, token depths": (BY_INDEX, {"granularity": "token"}),
+    "a learned h_0": (LEARNED_START, {}),
     "a mechanism": (MECHANISM, {"mechanism": "damped"}),
     "a statistic": (STATISTIC, {}),
     "a depth law": (LAW, {"sampling": "uniform"}),
@@ -199,7 +216,7 @@ def test_a_change_in_one_place_works_everywhere(changed):
     assert alone == pytest.approx(logged["residual"].item(), rel=1e-5)
     assert all(p.grad is not None for p in model.parameters())
     own = {name: p.grad for name, p in model.named_parameters()}
-    assert all(g.norm() > 0 for name, g in own.items() if name.split(".")[-1] in "S phase share")
+    assert all(g.norm() > 0 for name, g in own.items() if name.split(".")[-1] in "S phase share h0")
     assert_same_gradients(want, own, 1e-6)
 
     # without gradient: validation is training's loss of as many loops

@@ -5,6 +5,7 @@ import functools
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,16 +15,25 @@ from helpers import (
     assert_same_gradients,
     check_against_oracle,
     gradients,
+    refused,
     small_model,
     token_batch,
 )
 from oracle import Oracle, hashed_state
 
 from looped import randomness
-from looped.depth import DEPTH_LAWS, deepest, even_plan, poisson_quantile, sample_depths
+from looped.depth import (
+    DEPTH_LAWS,
+    deepest,
+    even_plan,
+    poisson_quantile,
+    sample_depths,
+    training_plan,
+)
 from looped.hashes import permute
 from looped.layers import Linear
 from looped.mechanisms import PlainLoop
+from looped.memory import settle_chunks
 from looped.ops import attend, attends_by_products, orthogonal
 from looped.randomness import hashed_normal, mix64, sequence_key, uniforms
 from model import (
@@ -31,8 +41,8 @@ from model import (
     INJECTIONS,
     MECHANISMS,
     PRESETS,
-    AddInjection,
     ChunkedCrossEntropy,
+    Injection,
     Model,
     ModelConfig,
     config_of,
@@ -102,6 +112,15 @@ def test_flops_follow_each_laws_own_means(sampling):
     d, block = 768, 12 * 768**2
     want = expected_flops(c, n, k, 2 * block, 4 * block + 2 * d * d)
     assert abs(c.flops_per_token() / want - 1) < (1e-12 if sampling == "fixed" else 5e-3)
+
+
+@pytest.mark.parametrize(
+    "changes, matrices", [({}, 2), ({"input_matrix": False}, 1), ({"injection": "add"}, 1)]
+)
+def test_flops_count_the_matrices_of_the_linear_path(changes, matrices):
+    c = replace(PAPER, sampling="fixed", **changes)  # C, and B where there is one
+    block = 12 * 768**2
+    assert c.flops_per_token() == expected_flops(c, 4, 4, 2 * block, 4 * block + matrices * 768**2)
 
 
 def test_flops_of_a_flat_model():
@@ -193,6 +212,7 @@ def test_spectra_equal_numpys():
             assert abs(got["write_norm"] - np.linalg.norm(write, 2)) < 1e-5
         assert abs(got["readout_norm"] - np.linalg.norm(w["C.weight"], 2)) < 1e-5
     assert make(n_core=0).spectra()["rho"] is None
+    assert set(Injection(SMALL).spectra().values()) == {None}  # one's own says them itself, or none
 
 
 # -- the loop and truncated backpropagation ----------------------------------------------------------------------------
@@ -390,7 +410,7 @@ WIDE = ModelConfig(d_model=128, n_head=2, d_mlp=512)  # enough numbers for their
 
 
 def test_initialisation_follows_its_table():
-    m = Model(replace(WIDE, init="scaled"))
+    m = Model(replace(WIDE, init="scaled", n_core=2))
     m.init_weights(0)
     std = math.sqrt(2 / (5 * 128))
     inputs = (m.wte.weight, m.blocks[1].attn.q.weight, m.blocks[0].mlp.fc.weight, m.C.weight)
@@ -399,9 +419,9 @@ def test_initialisation_follows_its_table():
         gram = (w.T @ w) if w.size(0) >= w.size(1) else (w @ w.T)
         assert torch.allclose(gram, torch.eye(len(gram)) * gram[0, 0], atol=1e-5)
     for w in (m.blocks[0].attn.o.weight, m.blocks[2].mlp.proj.weight):
-        assert abs(w.std() / (std / math.sqrt(2 * (1 + 8 + 1))) - 1) < 0.02
-    assert abs(m.ve["0"].weight.std() - 1) < 0.01 and (m.norm_f.weight == 1).all()
-    assert m.blocks[0].attn.gate.weight.abs().max() <= 32**-0.5
+        assert abs(w.std() / (std / math.sqrt(2 * (1 + 2 * 8 + 1))) - 1) < 0.02
+    assert abs(m.ve["1"].weight.std() - 1) < 0.01 and (m.norm_f.weight == 1).all()
+    assert m.blocks[1].attn.gate.weight.abs().max() <= 32**-0.5
     path = m.injection
     assert torch.equal(path.B, torch.eye(128)) and (path.A_log == 0).all()
     decay, gain = discretise(path.A_log, path.dt_bias, "zoh")
@@ -411,7 +431,7 @@ def test_initialisation_follows_its_table():
     assert not zero.blocks[0].attn.o.weight.any() and not zero.blocks[1].mlp.proj.weight.any()
 
 
-class OwnInjection(AddInjection):
+class OwnInjection(Injection):
     """Parameters with the names of a block's."""
 
     def __init__(self, cfg):
@@ -444,6 +464,49 @@ def test_an_injection_draws_its_own_parameters_whatever_their_names(monkeypatch)
     model.init_weights(0)
     for name, p in model.injection.named_parameters():
         assert (p == len(name)).all()
+
+
+class FromInput(Model):
+    """h_0 is e, of which the prelude's weights learn too."""
+
+    def initial_state(self, e, keys, positions=None):
+        return e
+
+
+def test_a_start_that_depends_on_weights_gets_their_gradient():
+    model = small_model(SMALL)
+    model.__class__ = FromInput
+    ids, targets, keys = token_batch(SMALL)
+    h, inputs = model.enter_loop(ids, keys)
+    for t in range(2):
+        h = model.core_step(h, inputs, torch.full((6,), t))
+    want = gradients(model, model.coda_loss(h, ids, targets))
+    none = np.zeros(6, int)
+    got = gradients(model, model.loss(ids, targets, keys, none, none + 2)[0])
+    assert_same_gradients(got, want, 1e-9)
+
+
+class Rounded(Injection):
+    def decay_and_write(self, e):
+        return torch.sigmoid(e), e
+
+
+def test_a_decay_in_bfloat16_is_refused(monkeypatch):
+    monkeypatch.setitem(INJECTIONS, "add", Rounded)
+    model = Model(replace(SMALL, injection="add"))
+    model.init_weights(0)
+    ids, _, keys = token_batch(SMALL)
+    model.hidden(ids, 2, keys)
+    model.dtype = torch.bfloat16
+    with pytest.raises(TypeError, match="decay is torch.bfloat16"):
+        model.hidden(ids, 2, keys)
+
+
+def test_muon_takes_no_bias():
+    model = Model(SMALL)
+    model.blocks[0].mlp.fc = torch.nn.Linear(16, 24)
+    assert "blocks.0.mlp.fc.weight" in model.muon_parameters()
+    assert "blocks.0.mlp.fc.bias" not in model.muon_parameters()
 
 
 class Drawn(PlainLoop):
@@ -495,6 +558,11 @@ def test_a_law_that_gives_no_depths_is_named(law, monkeypatch):
         sample_depths(cfg, 0, 0, 500)
 
 
+def test_rows_without_a_gradient_loop_may_loop_together():
+    none = np.zeros(4, int)
+    assert all(loop.live is None for loop in training_plan(none + 3, none, "cpu"))
+
+
 def test_a_law_with_draws_of_its_own_is_named(monkeypatch):
     draws = np.random.default_rng(0)
     law = lambda mu_rec, mu_bwd, u, v: (draws.poisson(mu_rec, u.shape), np.ones(u.shape, int))  # noqa: E731
@@ -529,6 +597,39 @@ def test_chunked_loss_equals_the_plain_one(chunk):
     got = model.loss(ids, targets, keys, *MIXED)[0] / 3
     assert abs(got - want) < 1e-5 * want
     assert_same_gradients(gradients(model, got), wanted)
+
+
+class Capped(Model):
+    def head(self, x):
+        return 30 * torch.tanh(super().head(x) / 30)
+
+
+class Untied(Model):
+    def head(self, x):
+        return F.linear(x, self.ve["0"].weight.to(x.dtype))
+
+
+class Smoothed(Model):
+    def head_loss(self, x, targets):
+        if self.loss_chunk:
+            return super().head_loss(x, targets)
+        return F.cross_entropy(self.head(x), targets, reduction="sum", label_smoothing=0.05)
+
+
+@pytest.mark.parametrize("edited", [Capped, Untied, Smoothed])
+def test_an_edited_head_or_loss_is_not_taken_by_chunks(edited, capsys):
+    model = small_model(SMALL).float()
+    for asked in (None, 256, 0):
+        args = SimpleNamespace(loss_chunk=asked)
+        settle_chunks(model, args)
+        assert args.loss_chunk == asked
+    model.__class__ = edited
+    refused(
+        capsys, lambda: settle_chunks(model, SimpleNamespace(loss_chunk=256)), "--loss-chunk 256"
+    )
+    args = SimpleNamespace(loss_chunk=None)
+    settle_chunks(model, args)
+    assert args.loss_chunk == 0 and "note: " in capsys.readouterr().err
 
 
 def test_the_chunked_loss_of_an_unlikely_token_is_its_own():

@@ -137,6 +137,8 @@ def test_without_epsilon_no_gradient_is_too_small(size):
         p.grad.fill_(size)
         optimizer.step(Rates(), torch.zeros(1))
         assert p.abs().max() <= 1.01 * step * CLIPPED["lr"]
+    if size == 1e-15:  # whose square is not 0: as far as Adam's
+        assert p.abs().min() >= 0.99 * step * CLIPPED["lr"]
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (32, 8), (8, 32)])

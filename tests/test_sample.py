@@ -110,6 +110,19 @@ def slow(model, row, key, depth):
     return torch.stack(answers), loops
 
 
+class Twice(Model):
+    def core_step(self, h, inputs, index, cache=None):
+        return super().core_step(super().core_step(h, inputs, index, cache), inputs, index, cache)
+
+
+def test_a_core_that_runs_twice_a_loop_is_refused_a_cache():
+    model = make(LOOP)
+    model.__class__ = Twice
+    ids, keys = padded(*texts(5))
+    with pytest.raises(ValueError, match="layer 1 runs twice a loop"):
+        read(model, ids, keys, KVCache(model, 12, 5), Depth(5))
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
     "dtype, tolerance, loops",

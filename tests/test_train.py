@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
@@ -48,7 +48,7 @@ from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
 from looped.run_directory import begun_config, decisive, is_finished
 from looped.settings import eval_depths, ramp_steps, settle, settle_optimizer
 from looped.tokenizer import load_tokenizer, save_tokenizer
-from model import PRESETS, Model, load_run
+from model import PRESETS, Model, ModelConfig, load_run, setting
 from muon import AdamW, Muon, Optimizer
 
 STEPS = 12
@@ -188,6 +188,7 @@ def test_flags_reach_the_model_and_its_optimiser():
     model, optimizer, _ = train.build(args, NETWORK, None, None, ONE_PROCESS, compiled=False)
     rules = {type(rule): rule for rule, _ in optimizer.buffers}
     assert (rules[AdamW].lr, rules[Muon].lr, rules[Muon].weight_decay) == (2, 1, 3)
+    assert (rules[AdamW].betas, rules[AdamW].eps) == ((0.8, 0.95), 1e-10)
     assert optimizer.clip == 0.3 and model.checkpoint_loops and model.dtype == torch.bfloat16
     same = Model(NETWORK)
     same.init_weights(5)
@@ -221,6 +222,13 @@ def test_only_bad_steps_in_a_row_end_a_run():
         numbers = {"stop": 0, "grad_norm2": 1.0, "loss": loss}
         train.finish_step(run, train.Finished({"step": 1}, numbers.copy))
     assert run.bad == 2
+
+
+def test_a_statistic_named_as_a_field_of_the_log_is_refused():
+    run = train.Run(None, None, {}, None, ONE_PROCESS, 9, None, None, None)
+    numbers = {"stop": 0, "grad_norm2": 1.0, "loss": 1.0, "step": 2.0}
+    with pytest.raises(ValueError, match="called step"):
+        train.finish_step(run, train.Finished({"step": 1}, numbers.copy))
 
 
 def test_validation_equals_a_plain_loop_over_rows(base, packed):
@@ -922,10 +930,35 @@ def test_an_existing_run_is_not_overwritten(base, packed, capsys):
     assert contents(base) == before
 
 
-def test_a_statistic_that_is_no_sum_is_named(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr(Model, "statistics", lambda *_: {"mine": torch.ones(2, 3)})
-    with pytest.raises(ValueError, match=r"statistic mine is \(2, 3\)"):
+@pytest.mark.parametrize("value, found", [(torch.ones(2, 3), r"\(2, 3\)"), (1.5, "float")])
+def test_a_statistic_that_is_no_sum_is_named(value, found, packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(Model, "statistics", lambda *_: {"mine": value})
+    with pytest.raises(ValueError, match=f"statistic mine is {found}"):
         here(packed, tmp_path / "r")
+
+
+def test_tied_parameters_stay_tied_when_they_begin_with_another_runs_weights(base, packed):
+    model = Model(load_run(base)[1])
+    tables = list(model.ve.values())
+    tables[0].weight = tables[1].weight
+    train.begin_from(base, model, PackedData(packed))
+    assert tables[0].weight is tables[1].weight
+
+
+@dataclass
+class OwnConfig(ModelConfig):
+    z_loss: float = 0.0
+    bias: float = setting(-3.0, "where a gate begins", least=-10, most=10)
+
+
+def test_a_new_field_of_the_network_is_a_flag(monkeypatch):
+    parser = argparse.ArgumentParser()
+    monkeypatch.setattr(train, "ModelConfig", OwnConfig)
+    train.add_network_flags(parser)
+    args = parser.parse_args(["--z-loss", "1e-4", "--bias", "-4"])
+    assert OwnConfig(z_loss=args.z_loss, bias=args.bias).bias == -4
+    with pytest.raises(ValueError, match="--bias -11.0 must lie between -10 and 10"):
+        OwnConfig(bias=-11.0)
 
 
 def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path, capsys):

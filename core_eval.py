@@ -38,6 +38,7 @@ from looped.console import (
     counts,
     fail,
     flag,
+    numbers,
     one_line,
     outside,
     positive_int,
@@ -47,7 +48,7 @@ from looped.core_prompts import EncodedTask, Example, Option, encode_task
 from looped.core_results import ODDITIES, describe, earlier, merge, save, summarise, task_entry
 from looped.core_tasks import BUNDLE, OWN_TASK, PANELS, Panel, bundle_at, load_panel, own_task
 from looped.depth import refuse_too_deep
-from looped.files import file_hash
+from looped.files import file_hash, turn
 from looped.machine import (
     ONE_PROCESS,
     Place,
@@ -287,7 +288,7 @@ def parse_args():
     )
     add(
         "--seeds",
-        type=counts,
+        type=numbers,
         help="of shots and initial states (default: parcae 1234,2345,3456; others 1234)",
     )
     add("--max-per-task", type=positive_int, help="examples (default: all)")
@@ -370,6 +371,21 @@ def validation(model, enc, config, settings: Settings) -> dict:
     return records
 
 
+def tasks_done(kept: dict, panel: Panel, settings: Settings) -> set[str]:
+    """Labels of the tasks that an earlier start has evaluated at all depths; rank 0 knows them from
+    its {depth: {label: entry}}, and shows them.
+    """
+    labels = [set(kept.get(depth, ())) for depth in settings.depths]
+    done = [set.intersection(*labels)]
+    for task in panel.tasks:
+        if task.label in done[0]:
+            entry = kept[settings.depths[-1]][task.label]
+            print(describe(task.label, entry), "(kept)", flush=True)
+    if settings.place.world > 1:
+        dist.broadcast_object_list(done)
+    return done[0]
+
+
 def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     """-> {depth: record}, on rank 0. What an earlier start has finished is kept; every task is
     saved when it is done.
@@ -383,26 +399,18 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     for label, why in panel.missing.items():
         place.say(f"left out: {label}: {why}")
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
-    done = [set()]
-    if place.rank == 0:
-        kept = earlier(path, header)
-        labels = [set(kept.get(depth, ())) for depth in settings.depths]
-        done = [set.intersection(*labels)]
-        for task in panel.tasks:
-            if task.label in done[0]:
-                entry = kept[settings.depths[-1]][task.label]
-                print(describe(task.label, entry), "(kept)", flush=True)
-    if place.world > 1:
-        dist.broadcast_object_list(done)
+    kept = earlier(path, header) if place.rank == 0 else {}
+    done = tasks_done(kept, panel, settings)
     try:
-        for label, found in evaluate(model, enc, panel, settings, done[0]):
+        for label, found in evaluate(model, enc, panel, settings, done):
             place.say(describe(label, found[settings.depths[-1]]))
             if place.rank == 0:
-                new = {depth: {label: entry} for depth, entry in found.items()}
-                merge(path, header, panel, new)
+                for depth, entry in found.items():
+                    kept.setdefault(depth, {})[label] = entry
+                merge(path, header, panel, kept)
     except NotFiniteError as e:
         fail(str(e))
-    return merge(path, header, panel, {}) if place.rank == 0 else {}
+    return merge(path, header, panel, kept) if place.rank == 0 else {}
 
 
 def main():
@@ -425,10 +433,12 @@ def main():
     header["date"] = datetime.now().isoformat(timespec="seconds")
     if args.panel == "val":
         records = validation(model, enc, config, settings)
+        if place.rank == 0:
+            with turn(path):
+                save(path, header, records)
     else:
         records = run_panel(args, model, enc, path, header, settings)
     if place.rank == 0:
-        save(path, header, records)
         for depth in depths:
             score = "{name} {mean:.4f} ± {std:.4f}".format(**records[depth]["aggregate"])
             print(f"depth {depth}: {score}")

@@ -144,8 +144,18 @@ def wait_until(ready, patience, what, caught=()):
         polls += 1
 
 
+def numbers(text: str, least: int = 0) -> list[int]:
+    """An argparse type: whole numbers from `least` on between commas, each once."""
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
+        raise argparse.ArgumentTypeError(f"{text} must be whole numbers, e.g. 1,2,4")
+    found = sorted({int(x) for x in text.split(",")})
+    if found[0] < least:
+        raise argparse.ArgumentTypeError(
+            f"{text} must be whole numbers from {least} on, e.g. 1,2,4"
+        )
+    return found
+
+
 def counts(text: str) -> list[int]:
-    """An argparse type: whole numbers from 1 on between commas."""
-    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", text):
-        raise argparse.ArgumentTypeError(f"{text} must be whole numbers from 1 on, e.g. 1,2,4")
-    return sorted({int(x) for x in text.split(",")})
+    """An argparse type: whole numbers from 1 on between commas, each once."""
+    return numbers(text, 1)

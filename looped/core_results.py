@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from looped.console import outside
+from looped.console import fail, outside
 from looped.core_prompts import EncodedTask
 from looped.core_tasks import LAMBADA, TASKS, TITLES, Panel, Task
-from looped.files import file_hash, write_atomic
+from looped.files import file_hash, turn, write_atomic
 
 ODDITIES = {  # what is counted of a task's examples, and how it is said
     "near_ties": "near ties",
@@ -116,34 +116,46 @@ def summarise(panel: Panel, entries: dict) -> dict:
     return record
 
 
-def earlier(path: Path, header: dict) -> dict:
-    """{depth: {label: entry}} that a file of results holds. If it is from other settings, it gets
-    another name.
-    """
+def read_entries(path: Path, header: dict) -> tuple[dict, list[str]]:
+    """-> {depth: {label: entry}} that a file of results holds, and in which settings it differs."""
     if not path.is_file():
-        return {}
+        return {}, []
     with outside(f"{path} is damaged", "delete it"):
         old = json.loads(path.read_text(encoding="utf-8"))
         entries = {int(depth): record["tasks"] for depth, record in old["depths"].items()}
     settings = header.keys() - {"date", "command", "missing"}
-    differ = sorted(name for name in settings if old.get(name) != header[name])
-    if not differ:
-        return entries
-    aside = path.with_name(f"{path.name}.old-{file_hash(path)[:8]}")
-    path.rename(aside)
+    return entries, sorted(name for name in settings if old.get(name) != header[name])
+
+
+def earlier(path: Path, header: dict) -> dict:
+    """{depth: {label: entry}} that a file of results holds. If it is from other settings, it gets
+    another name.
+    """
+    with turn(path):
+        entries, differ = read_entries(path, header)
+        if not differ:
+            return entries
+        aside = path.with_name(f"{path.name}.old-{file_hash(path)[:8]}")
+        path.rename(aside)
     print(f"{path} was made with another {', '.join(differ)}; it is kept as {aside.name}")
     return {}
 
 
-def merge(path: Path, header: dict, panel: Panel, new: dict) -> dict:
-    """Adds {depth: {label: entry}} to a file of results, to which another evaluation may have added
-    meanwhile -> {depth: record}.
+def merge(path: Path, header: dict, panel: Panel, own: dict) -> dict:
+    """Adds {depth: {label: entry}}, all that this evaluation has, to a file of results, to which
+    another may add meanwhile -> {depth: record}. Of another with other settings one has to end.
     """
-    entries = earlier(path, header)
-    for depth, tasks in new.items():
-        entries[depth] = entries.get(depth, {}) | tasks
-    records = {depth: summarise(panel, entries[depth]) for depth in sorted(entries)}
-    save(path, header, records)
+    with turn(path):
+        entries, differ = read_entries(path, header)
+        if differ:
+            fail(
+                f"another evaluation, with another {', '.join(differ)}, now writes {path}; begin this "
+                "one again when that has ended"
+            )
+        for depth, tasks in own.items():
+            entries[depth] = entries.get(depth, {}) | tasks
+        records = {depth: summarise(panel, entries[depth]) for depth in sorted(entries)}
+        save(path, header, records)
     return records
 
 

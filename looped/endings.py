@@ -15,6 +15,11 @@ from looped.console import one_line
 from looped.memory import less_memory
 
 
+def lacks_memory(e: Exception) -> bool:
+    no_memory = isinstance(e, MemoryError | torch.OutOfMemoryError)
+    return no_memory or bool(re.search("allocate memory|bad_alloc", str(e)))
+
+
 def explain(e: Exception, args, progress: dict) -> None:
     """Ends the run after an error: one from outside (memory, disk, another rank) as one line; a
     fault of the program keeps its traceback.
@@ -22,8 +27,7 @@ def explain(e: Exception, args, progress: dict) -> None:
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     step = progress["step"]
-    no_memory = isinstance(e, MemoryError | torch.OutOfMemoryError)
-    if no_memory or re.search("allocate memory|bad_alloc", str(e)):
+    if lacks_memory(e):
         rows = args.device_batch_size or 1  # it may not be settled yet
         advice = less_memory(rows, args.batch_size or 1, world)
         what = f"out of memory with --device-batch-size {rows} ({one_line(e)}); {advice}"

@@ -52,6 +52,15 @@ def lock(folder):
         yield
 
 
+@contextlib.contextmanager
+def turn(path):
+    """`with turn(path):` waits until no other process is in such a block for the same file."""
+    path = Path(path)
+    with open(path.with_name(f".{path.name}{LOCK}"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def file_hash(*paths):
     """sha256 of a file; of several, the hash of their hashes."""
     digests = []

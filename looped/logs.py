@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,9 @@ class CoreRules(NamedTuple):
     protocol: str
     baselines: str | None
     max_per_task: int | None
+    seeds: str = ""
+    bundle: str | None = None  # the beginning of its hash
+    tasks: str | None = None  # one's own, each with the beginning of its hash
 
 
 @dataclass
@@ -90,6 +94,7 @@ def read_run(path: Path, name: str = "") -> LoggedRun:
     with outside(f"{path} is damaged", "restore its files, or leave it out"):
         flags = config["args"] | config["model"]
         depth = flags["mu_rec"]
+        core, stale = read_scores(path, last)
         return LoggedRun(
             name=name,
             path=path,
@@ -98,22 +103,45 @@ def read_run(path: Path, name: str = "") -> LoggedRun:
             train=log.train,
             evals=log.evals,
             last=last,
-            core=read_scores(path),
+            core=core,
             depth=depth,
             loss=last["loss"].get(depth, math.nan),
             unigram=unigram_entropy(path, config["data"]["path"]),
-            notes=faults(log, last) + changes_of_code(log, config.get("code")),
+            notes=faults(log, last) + changes_of_code(log, config.get("code")) + stale,
         )
 
 
-def read_scores(path: Path) -> dict[CoreRules, dict[int, dict]]:
-    """The run's files core_*_*.json."""
+def read_scores(path: Path, last: dict) -> tuple[dict, list[str]]:
+    """The run's files core_*_*.json; of a finished run, whose last evaluation is given, only those of
+    its last checkpoint, and a note on each other.
+    """
     core = {}
+    notes = []
     for file in sorted(path.glob("core_*_*.json")):
         record = read_json(file)
-        rules = CoreRules(*[record[name] for name in CoreRules._fields])
-        core[rules] = by_depth(record["depths"])
-    return core
+        depths = by_depth(record["depths"])
+        step = int(re.match(r"(?:step_)?(\d*)", record.get("checkpoint", ""))[1] or last["step"])
+        if last.get("final") and step != last["step"]:
+            notes.append(f"{file.name} has scores of step {step}, which are left out")
+            continue
+        core[rules_of(record, depths)] = depths
+    return core, notes
+
+
+def rules_of(record: dict, depths: dict) -> CoreRules:
+    """By what a file of scores was measured."""
+    tasks = None
+    if record["panel"] == "own":
+        tasks = ", ".join(sorted(set().union(*(found["tasks"] for found in depths.values()))))
+    return CoreRules(
+        panel=record["panel"],
+        protocol=record["protocol"],
+        baselines=record["baselines"],
+        max_per_task=record["max_per_task"],
+        seeds=",".join(map(str, record.get("seeds") or [])),
+        bundle=(record.get("bundle_sha256") or "")[:8] or None,
+        tasks=tasks,
+    )
 
 
 def unigram_entropy(path: Path, data: str) -> float | None:

@@ -7,7 +7,7 @@ and writes a page.
     python -m studies.experiments baseline --scale 140m --data DATA --ranks 8 --core # GPUs
     python -m studies.experiments stability -- --batch-size 32 # after --: for every train.py
     python -m studies.experiments gains --dry-run # only prints the commands that are left to do
-    python -m studies.experiments gains --page # only writes the page, from the ledger
+    python -m studies.experiments rdm --page # only writes the page, from the ledger
 
 Runs are kept in runs/studies/: a begun one continues; one in results/ledger/ (same flags, seed
 and data) is not repeated; one that another process is training counts as failed. Written:
@@ -31,7 +31,7 @@ import torch
 
 import train
 from dataloader import PackedData
-from looped.console import Parser, counts, fail, non_negative_int, positive_int, run_cli
+from looped.console import Parser, counts, fail, numbers, positive_int, run_cli
 from looped.machine import ONE_PROCESS
 from model import PRESETS, parameter_count
 from studies import ledger
@@ -223,7 +223,8 @@ def look_up(jobs: list[Job]) -> list[Job]:
                 used.add(data[:10])
     if len(used) > 1:
         names = " and ".join(sorted(used))
-        fail(f"{ledger.LEDGER} has such runs on rows {names}; give one of these as --data")
+        advice = "give one of these as --data, and a page's name as --out"
+        fail(f"{ledger.LEDGER} has such runs on rows {names}; {advice}")
     return [job for job in jobs if not job.line]
 
 
@@ -254,11 +255,6 @@ def rows_hash(jobs: list[Job], args) -> str:
 
 
 # -- main
-
-
-def numbers(line: str) -> list[int]:
-    """Whole numbers between commas, each once."""
-    return sorted({non_negative_int(text) for text in line.split(",")})
 
 
 def texts(line: str) -> list[str]:
@@ -305,6 +301,8 @@ def settle(args) -> None:
     for name in OWN.intersection(word.split("=")[0] for word in args.extra):
         fail(f"{name} after -- is not for you to set; leave it out, --seeds and --data go before")
     args.seeds = args.seeds or range(experiment.seeds if small else 1)
+    if args.page and args.core:
+        fail("--page evaluates nothing; leave --core out, or --page")
     rows = "-stdlib" if small and not args.data else ""
     if args.page and args.data and not (Path(args.data).is_dir() or args.out):
         fail(f"--page of rows {args.data}, which are no folder here, needs --out results/NAME")

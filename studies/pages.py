@@ -120,7 +120,7 @@ def cell(arm: Arm, depth, unit: str) -> str:
     if len(losses) or not said:
         said.append(plus_minus(losses, spec))
     if len(losses) > 1:
-        said[-1] += f" ({losses.std():{spec}})"
+        said[-1] += f" ({losses.std():{spec}}; n = {len(losses)})"
     return "; ".join(said)
 
 
@@ -175,7 +175,10 @@ def sentence(d: Difference, unit: str) -> str:
 def difference_table(found: list[Difference], experiment) -> list[str]:
     if not found:
         return []
-    values = {(d.arm.name(), getattr(d.base, experiment.base)): d.values for d in found}
+    values = {}
+    for d in found:  # at depths that all seeds have
+        pair = (d.arm.name(), getattr(d.base, experiment.base))
+        values[pair] = d.values.dropna(axis="columns")
     frame = pd.concat(values, names=["loss of", "less that of"]).drop(columns="mu_rec")
     frame = frame.dropna(axis="columns", how="all").add_prefix("depth ")
     rows = frame.groupby(level=[0, 1], sort=False).agg(signed)

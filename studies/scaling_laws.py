@@ -75,8 +75,7 @@ def prepared(rows, left: list[str]) -> pd.DataFrame:
     usable = (numbers > 0) & (numbers < np.inf)
     rows = leave_out(~usable.all(axis=1), "a number that is not above 0, or not finite")
     rows = leave_out(rows.duplicated(["run", "depth"]), "two losses at one depth")
-    budget = rows.flops.map("{:.2g}".format)
-    rows = rows.assign(budget=budget.astype(float))
+    rows = rows.assign(budget=budgets_of(rows.flops))
     at_mu = rows.query("depth == mu_rec")
     best = at_mu.set_index("run").loss.reindex(rows.run)
     rows = rows.assign(best=best.to_numpy())
@@ -85,6 +84,18 @@ def prepared(rows, left: list[str]) -> pd.DataFrame:
     far = rows.best > 1.5 * rows.budget.map(medians)
     rows = leave_out(far, "a loss over 1.5 x the median of its budget")
     return rows.sort_values(["mu_rec", "depth"], kind="stable", ignore_index=True)
+
+
+def budgets_of(flops: pd.Series) -> np.ndarray:
+    """The budget of each run, to three digits: the mean of FLOPs that follow each other within 5 %."""
+    order = np.argsort(flops.to_numpy())
+    known = flops.to_numpy()[order]
+    number = np.cumsum(known > 1.05 * np.r_[known[:1], known[:-1]])
+    means = np.bincount(number, known) / np.bincount(number)
+    budgets = np.array([float(f"{mean:.3g}") for mean in means])
+    found = np.empty_like(known)
+    found[order] = budgets[number]
+    return found
 
 
 # -- fit
@@ -119,7 +130,9 @@ def write_fit(rows, held_out, out: Path) -> None:
     """Fits, prints, and writes fit.md, fit.json and figures into the folder."""
     left = []
     rows = prepared(rows, left)
-    held_out = prepared(held_out, [])
+    unused = []
+    held_out = prepared(held_out, unused)
+    left += [f"held out, {text}" for text in unused]
     result = fit_all(rows, left, held_out)
     fits = {name: result[name] for name in laws.LAWS if name in result}
     page = [f"# Fits of {rows.run.nunique()} runs", "", "[95 % interval], by bootstrap.", ""]
@@ -237,6 +250,8 @@ def advise(args) -> None:
     """Prints the measured optima, what their power law gives for a budget, and the command."""
     source = args.fit or "the paper"
     known = read_json(args.fit) if args.fit else paper_fit(args.preset)
+    with outside(f"{source} is no fit.json", "name one that `fit` wrote"):
+        known["n_eff"], known["isoflop"]["budgets"]  # noqa: B018
     if "train" not in known:
         fail(f"{source} has no law of training, and says in left_out why; fit more runs")
     for mu, n_eff in known["n_eff"].items():

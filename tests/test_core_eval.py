@@ -837,6 +837,29 @@ def test_evaluations_of_a_run_at_once_keep_each_others_depths(run, start, monkey
     assert [depth for depth in depths if len(depths[depth]["tasks"]) == 22] == ["1", "3"]
 
 
+def test_of_evaluations_at_once_with_other_settings_one_ends_and_none_loses(
+    run, start, monkeypatch, capsys
+):
+    found = core_results.earlier
+
+    def another_meanwhile(path, header):
+        monkeypatch.setattr(ce, "earlier", found)
+        kept = found(path, header)
+        start("--seeds", "5", "--depth", "3")
+        return kept
+
+    monkeypatch.setattr(ce, "earlier", another_meanwhile)
+    refused(capsys, lambda: start("--seeds", "6", "--depth", "3"), "another seeds, now writes")
+    assert len(results(run)["depths"]["3"]["tasks"]) == 22
+
+    header, own = results(run), results(run)["depths"]["3"]["tasks"]
+    header.pop("depths")
+    (run / "core_core_parcae.json").unlink()  # as one that begins meanwhile renames it
+    panel = SimpleNamespace(name="own", limit=None, averaged=[])
+    records = core_results.merge(run / "core_core_parcae.json", header, panel, {3: own})
+    assert records[3]["tasks"] == own
+
+
 def test_ones_own_task_is_in_no_average_and_reruns_nothing(run, start, encoded, tmp_path, capsys):
     mine = tmp_path / "mine.jsonl"
     write_rows(mine, make_rows("mc", 9))

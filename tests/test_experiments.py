@@ -193,7 +193,7 @@ def test_paired_differences_and_the_sentence_by_hand():
     spread = values.std(ddof=1)
     assert f"standard deviation {spread:.4f})" in said
     ours = pages.cell(Arm(runs=[a.runs[0], a.runs[2]]), "mu_rec", "loss")
-    assert ours == "5.1000 ± 1.2706 (0.1414)"  # 4.0 and 4.2 at depth 2 are 5.0 and 5.2 at 8
+    assert ours == "5.1000 ± 1.2706 (0.1414; n = 2)"  # 4.0 and 4.2 at depth 2 are 5.0 and 5.2 at 8
     assert figures.plus_minus(list(values)) == f"{values.mean():.4f} ± {half:.4f}"
     assert figures.plus_minus([1.5]) == "1.5000" and figures.plus_minus([]) == "–"
 
@@ -390,7 +390,7 @@ def test_a_later_run_in_another_dtype_takes_no_page_over(here):
 @pytest.mark.parametrize("line, words", [
     ("stability --scale 140m", "--scale 140m is not a size of stability; choose from nano, 100m, 350m"),
     ("gains --scale 140m", "needs --data"),
-    ("gains --seeds 0;1", "argument --seeds: 0;1 is not a whole number"),
+    ("gains --seeds 0;1", "argument --seeds: 0;1 must be whole numbers"),
     ("components --only nothing --dry-run", "--only nothing fits no arm"),
     ("gains --dry-run -- --mu-bwd 9", "--mu-bwd 9 exceeds"),
     ("gains --data none", "--data none holds no packed rows"),

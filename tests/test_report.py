@@ -244,12 +244,12 @@ def test_flags_without_an_effect_on_the_numbers_make_no_arms(tmp_path):
 
 
 @pytest.mark.parametrize("change,warning", [
-    ({"data": {"sha256": "d1"}}, "differ in data.sha256"),
+    ({"data": {"sha256": "d1"}}, "flag differs: gain zoh instead of euler, rows d1 instead of"),
     ({"tokenizer": {"sha256": "t1"}}, "differ in tokenizer.sha256"),
     ({"git": {"commit": "abd"}}, "differ in git.commit"),
-    ({"dtype": "bfloat16"}, "differ in dtype"),
+    ({"dtype": "bfloat16"}, "flag differs: gain zoh instead of euler, dtype bfloat16 instead of"),
     ({"network_code": "abcd"}, "differ in network_code"),
-    ({"steps": 180, "data": {"sha256": "d1"}}, "differ in data.sha256, tokens"),
+    ({"steps": 180, "tokenizer": {"sha256": "t1"}}, "differ in tokenizer.sha256, tokens"),
     ({"args": {"muon_lr": 0.004}}, "flag differs: gain zoh instead of euler, muon_lr 0.004 instead of 0.008"),
     ({"steps": 180}, "differ in tokens"),
 ])  # fmt: skip
@@ -274,6 +274,51 @@ def test_edits_without_a_flag_are_arms_of_their_own_and_repeated_runs_are_named(
     assert said.endswith("repeats a run, and is not compared.")
 
 
+def test_runs_in_another_dtype_or_on_other_rows_are_arms_of_their_own(tmp_path):
+    base = make_run(tmp_path / "base")
+    other = make_run(tmp_path / "other", shift=0.01, dtype="bfloat16")
+    rows = make_run(tmp_path / "rows", shift=0.02, data={"sha256": "d1"})
+    for run, change, gap in ((other, "dtype bfloat16", "+0.0100"), (rows, "rows d1", "+0.0200")):
+        (said,) = compare(base, run)
+        assert said.startswith(f"With {change} instead of") and f"changes by {gap} nats" in said
+
+
+@pytest.mark.parametrize("loss", [None, math.nan])
+def test_a_seed_that_is_unfinished_or_lost_is_not_compared(tmp_path, loss):
+    runs = [make_run(tmp_path / f"e{seed}", seed=seed) for seed in (0, 1, 2)]
+    runs += [make_run(tmp_path / f"z{s}", "zoh", seed=s, shift=0.01 * s) for s in (0, 1, 2)]
+    log = log_of(runs[-1])
+    if loss is None:
+        del log[-1]["final"]
+    else:
+        log[-1]["loss"] = dict.fromkeys(log[-1]["loss"], loss)
+    write_log(runs[-1], log)
+    said = compare(*runs)
+    assert "is not compared: it has no finite loss" in said[0] and "n = 2" in said[1]
+    write_log(runs[0], log_of(runs[0])[:-1])
+    write_log(runs[3], log_of(runs[3])[:-1])  # both under way, evaluated at one step
+    assert "n = 1" in compare(runs[0], runs[3])[0]
+
+
+def test_scores_of_an_older_checkpoint_or_other_seeds_are_not_beside_others(tmp_path):
+    runs = [make_run(tmp_path / name) for name in "abc"]
+    for run, more in zip(
+        runs, ({"seeds": [1]}, {"seeds": [1, 2]}, {"checkpoint": "step_0000004.pt x"})
+    ):
+        make_core(run)
+        file = run / "core_core_parcae.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    a, b, c = map(read_run, runs)
+    assert [rules.seeds for rules in [*a.core, *b.core]] == ["1", "1,2"]
+    assert not c.core and c.notes == [
+        "core_core_parcae.json has scores of step 4, which are left out"
+    ]
+    log = log_of(runs[2])
+    del log[-1]["final"]
+    write_log(runs[2], log)
+    assert read_run(runs[2]).core
+
+
 def test_a_flag_that_one_run_was_not_given_differs(tmp_path):
     values = (None, None, "a")
     runs = [make_run(tmp_path / str(i), args={"init_from": x}) for i, x in enumerate(values)]
@@ -295,7 +340,8 @@ def test_the_flat_twin_differs_in_one_thing_and_so_do_the_gains(tmp_path, run_re
     assert tables(text)[0][3][3] == "0.4000"  # each at its own mu_rec
     write_log(flat, log)
     _, warned = compare(
-        runs[0], make_run(tmp_path / "b", preset=preset, model=network, args={"muon_lr": 1})
+        runs[0],
+        make_run(tmp_path / "b", preset=preset, depths=(0,), model=network, args={"muon_lr": 1}),
     )
     assert "muon_lr 1 instead of" in warned and "n_prelude" not in warned
     run_report(flat, draw=True)  # a flat run alone: no decay to draw

@@ -243,7 +243,7 @@ P = np.array([0.08, 0.5, 0.3, 0.02, 0.1])
 
 
 @pytest.mark.parametrize("how, weights", [
-    (Sampling(), P), (Sampling(temperature=0.5), P**2), (Sampling(top_k=2), P * (P >= 0.3)),
+    (Sampling(), P), (Sampling(temperature=1e-320), P == 0.5), (Sampling(temperature=0.5), P**2), (Sampling(top_k=2), P * (P >= 0.3)),
     (Sampling(top_p=0.0), P == 0.5), (Sampling(top_p=0.4), P == 0.5), (Sampling(top_p=0.6), P * (P >= 0.3)),
     (Sampling(top_p=0.85), P * (P >= 0.1)), (Sampling(top_k=4, top_p=0.83), P * (P >= 0.1)),
     (Sampling(temperature=0.5, top_p=0.6), P == 0.5), (Sampling(top_k=2, top_p=0.6), P == 0.5),

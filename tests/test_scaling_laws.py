@@ -278,6 +278,18 @@ def test_bad_runs_are_named_and_change_nothing(tmp_path, capsys):
     assert "boom: a loss over 1.5 x the median" in capsys.readouterr().out
 
 
+def test_budgets_are_gaps_between_flops():
+    flops = pd.Series([1.25e17, 5e17, 1.2495e17, 2.5e17, 1.2505e17, 2.49e17])
+    assert scaling_laws.budgets_of(flops).tolist() == [
+        1.25e17,
+        5e17,
+        1.25e17,
+        2.5e17,
+        1.25e17,
+        2.5e17,
+    ]
+
+
 def test_what_the_runs_cannot_support_is_refused_or_reported(tmp_path, capsys):
     one = run_fit(tmp_path, made(noise=0.002, budgets=(1e18,)))
     assert "train" not in one and not one["isoflop"]["power_laws"]

@@ -60,15 +60,18 @@ ONE_SEED = (
 )
 # what should be the same where losses are compared: of config.json and of the last evaluation
 SHARED = [
-    "versions.torch", "versions.numpy", "device", "dtype", "git.commit", "git.diff",
-    "network_code", "data.sha256", "tokenizer.sha256", "tokens", "eval_tokens",
+    "versions.torch", "versions.numpy", "device", "git.commit", "git.diff", "network_code",
+    "tokenizer.sha256", "tokens", "eval_tokens",
 ]  # fmt: skip
 
 
 def settings(run: LoggedRun) -> dict:
-    """The flags that have an effect on a run's numbers; what an older run lacks had the default."""
-    flags = asdict(ModelConfig()) | run.flags
-    return {name: value for name, value in flags.items() if name not in CHANGEABLE | {"dtype"}}
+    """The flags that have an effect on a run's numbers, the dtype that they settled, and the rows;
+    what an older run lacks had the default.
+    """
+    flags = asdict(ModelConfig()) | run.flags | {"dtype": run.config.get("dtype")}
+    told = {name: value for name, value in flags.items() if name not in CHANGEABLE}
+    return told | {"rows": run.config["data"].get("sha256", "")[:8]}
 
 
 def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
@@ -103,12 +106,17 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
     """A sentence on each arm against the first one, and what makes the comparison unfair."""
     arms = {}  # {changes: {seed: loss}}
     remarks = []
+    compared = comparable(runs)
     for run in runs:
         arm = arms.setdefault(tuple(changes(run, runs[0])), {})
         seed = run.flags["seed"]
         if seed in arm:
             remarks.append(f"Warning: {run.name} repeats a run, and is not compared.")
-        arm.setdefault(seed, run.loss)
+        elif run not in compared:
+            why = "it has no finite loss where the others have theirs"
+            remarks.append(f"Warning: {run.name} is not compared: {why}.")
+        else:
+            arm[seed] = run.loss
     base = arms[()]
     for changed, losses in arms.items():
         words = ", ".join(changed)
@@ -126,6 +134,17 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
     if differ:
         remarks.append(f"Warning: the runs differ in {differ}.")
     return remarks
+
+
+def comparable(runs: list[LoggedRun]) -> list[LoggedRun]:
+    """The runs with a finite loss, of which all are finished, or all were evaluated after as many
+    tokens as the first.
+    """
+    finite = [run for run in runs if np.isfinite(run.loss)]
+    finished = [run for run in finite if run.last.get("final")]
+    if finished or not finite:
+        return finished
+    return [run for run in finite if run.last["tokens"] == finite[0].last["tokens"]]
 
 
 def headline(runs: list[LoggedRun]) -> str:

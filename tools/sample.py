@@ -29,6 +29,7 @@ from looped.console import (
     run_cli,
 )
 from looped.depth import even_plan, refuse_too_deep
+from looped.endings import lacks_memory
 from looped.machine import DEVICES, pick_device
 from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
@@ -107,7 +108,8 @@ def pick(logits, u, how: Sampling):
         return logits.argmax(-1)
     if logits.device.type == "mps":  # it has no float64
         logits = logits.cpu()
-    p = (logits.double() / how.temperature).softmax(-1)
+    below = logits.double() - logits.amax(-1, keepdim=True)
+    p = (below / how.temperature).softmax(-1)
     p, token = p.sort(dim=-1, descending=True, stable=True)
     if how.top_k:
         p[:, how.top_k :] = 0
@@ -173,8 +175,8 @@ def parse_args(argv):
 
 
 def chosen_depth(args, cfg) -> Depth:
-    if cfg.n_core == 0 and args.depth:
-        fail("the model has no loop; leave --depth out")
+    if cfg.n_core == 0 and (args.depth or args.exit_threshold is not None):
+        fail("the model has no loop; leave --depth and --exit-threshold out")
     if args.depth == "auto":
         threshold = EXIT_THRESHOLD if args.exit_threshold is None else args.exit_threshold
         return Depth(2 * cfg.mu_rec, threshold)
@@ -227,7 +229,12 @@ def main(argv=None):
     how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens, stop)
     keys = [sequence_key(args.seed, SEED_SAMPLE, i) for i in range(args.num)]
     for text in args.prompt:
-        write_texts(model, enc, text, keys, depth, how)
+        try:
+            write_texts(model, enc, text, keys, depth, how)
+        except (RuntimeError, MemoryError) as e:
+            if not lacks_memory(e) or args.num == 1:
+                raise
+            fail(f"--num {args.num} texts do not fit the memory at once; try --num {args.num // 2}")
 
 
 if __name__ == "__main__":

@@ -256,8 +256,14 @@ def finish(folder, settings, entries):
     val, *train = entries.values()
     rows = sum(entry["rows"] for entry in train)
     if not rows or not val["rows"]:
-        split = "validation" if rows else "training"
-        fail(f"too little {split} text: not one row of {settings['seq_len'] + 1} tokens")
+        split, advice = "training", "add text"
+        if rows:
+            split, advice = (
+                "validation",
+                "add text, or one more .jsonl file, the last by name, for it",
+            )
+        row = f"not one row of {settings['seq_len'] + 1} tokens"
+        fail(f"too little {split} text: {row}; {advice}")
     counts = Counter()
     for entry in train:
         counts.update(entry.get("counts", {}))  # earlier versions wrote none

@@ -37,6 +37,9 @@ for name in JOBS NPROC; do
 done
 
 twice=$(tr ' ' '\n' <<<"$ARMS" | sort | uniq -d)
+[ -n "${ARMS// /}" ] || { echo "error: ARMS is empty; give euler, zoh, flat or several of them" >&2; exit 2; }
+[ -z "$BUNDLE" ] || [ -e "$BUNDLE" ] || { echo "error: BUNDLE=$BUNDLE is not there" >&2; exit 2; }
+[[ $LONG_DOCS =~ ^(crop|split)$ ]] || { echo "error: LONG_DOCS=$LONG_DOCS is not crop or split" >&2; exit 2; }
 [ -z "$(echo $twice)" ] || { echo "error: ARMS=$ARMS has $(echo $twice) twice" >&2; exit 2; }
 
 say() { printf '\n[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
@@ -190,13 +193,15 @@ fi
 
 for run in "${arms[@]}"; do
     say "sample: $run"
-    "$PY" -m tools.sample "$run" --prompt "$PROMPT" --max-tokens 64 | tee "$run/sample.txt"
+    "$PY" -m tools.sample "$run" --prompt="$PROMPT" --max-tokens 64 | tee "$run/sample.txt"
 done
 
 say "report"
 "$PY" -m tools.report "${arms[@]}" --out "$OUT"
 set -- $ARMS
+network=(--preset "$PRESET" --gain "$1")
+[ "$1" = flat ] && network=(--preset "transformer-${PRESET#parcae-}")
 echo "next: change the loop in model.py, then train and compare with the same data and seed:"
-echo " $(printf ' %q' "${launch[@]}" train.py --preset "$PRESET" --data "$ROWS" --seed "$SEED" --tokens "$RECIPE_TOKENS" --out runs/mine)"
+echo " $(printf ' %q' "${launch[@]}" train.py "${network[@]}" --data "$ROWS" --seed "$SEED" --tokens "$RECIPE_TOKENS" --out runs/mine)"
 echo " $(printf ' %q' "$PY" -m tools.report "$OUT/$1" runs/mine --out runs/mine)"
 exit "$failed"

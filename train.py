@@ -368,7 +368,9 @@ def check_last_rows(run: Path, data: PackedData, args, step: int) -> None:
     """Refuses to go on after `step` where that step would have other rows today than the log says:
     a stream was lengthened after the run had seen all of it.
     """
-    last = [record for record in read_log(run / "log.jsonl").train if record["step"] == step]
+    log = run / "log.jsonl"
+    known = read_log(log).train if log.is_file() else []
+    last = [record for record in known if record["step"] == step]
     if last and last[0]["rows"] != zlib.crc32(step_rows(data, args, step - 1).tobytes()):
         fail(
             f"{data.folder} was lengthened after {run} had seen all of it, so step {step} had other "
@@ -397,6 +399,12 @@ def schedule(step: int, steps: int, args) -> Rates:
 # -------------------------------------------------------------------------------------------------
 # The training step
 
+# fields of a step's record, which no statistic may be called
+LOGGED = {
+    "kind", "step", "tokens", "lr_multiple", "depth_mean", "rows", "loss", "grad_norm", "grad_norm2",
+    "skipped", "stop", "tok_s", "ms", "time", "mem_gb",
+}  # fmt: skip
+
 
 def training_step(
     model: Model, optimizer: Optimizer, batch: Batch, rows: int, rates: Rates, **own
@@ -415,7 +423,11 @@ def training_step(
         targets = part.tokens[:, 1:]
         loss, stats = model.loss(ids, targets, part.keys, part.n, part.k)
         (loss / batch.step_tokens).backward()
-        for name, value in dict(loss=loss.detach(), **stats).items():
+        if stats.keys() & LOGGED:
+            raise ValueError(
+                f"a statistic is called {min(stats.keys() & LOGGED)}, as the log's own is"
+            )
+        for name, value in (stats | {"loss": loss.detach()}).items():
             shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
             if shape != ():
                 raise ValueError(f"statistic {name} is {shape}; make it a tensor's sum over tokens")
@@ -533,9 +545,6 @@ def finish_step(run: Run, finished: Finished) -> None:
     run.stopped |= numbers.pop("stop") > 0
     norm2 = numbers.pop("grad_norm2")
     good = math.isfinite(norm2) and math.isfinite(numbers["loss"])
-    twice = finished.entry.keys() & numbers.keys()
-    if twice:
-        raise ValueError(f"a statistic is called {min(twice)}, as a field of the log is; rename it")
     entry = finished.entry | numbers
     entry["grad_norm"] = math.sqrt(norm2) if good else norm2
     step = entry["step"]

@@ -68,7 +68,7 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit, rows_given: bool) -> d
         "device batch": (f"{fit.step.rows} rows", "given" if rows_given else "divides the batch"),
         "loss chunk": (
             f"{fit.step.loss_chunk or 'all'} tokens",
-            "by memory" if args.loss_chunk is None else "given",
+            "by memory" if args.loss_chunk is None else "given, or the head was edited",
         ),
     }
     if place.is_gpu:

@@ -50,7 +50,8 @@ def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
     """Writes it whole or not at all, then its checksum; then removes what need not stay: all but
     this one, the one before, and the multiples of keep_every.
     """
-    checksum_file(path).unlink(missing_ok=True)  # left by a damaged one that this one replaces
+    path.unlink(missing_ok=True)  # a damaged one: without its checksum it would count as whole
+    checksum_file(path).unlink(missing_ok=True)
     try:
         write_atomic(path, lambda file: torch.save(state, file))
     except RuntimeError as e:
@@ -58,7 +59,6 @@ def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
             raise OSError(*e.__context__.args, str(path)) from None
         raise
     write_atomic(checksum_file(path), file_hash(path).encode())
-    # newer ones are damaged, and were passed over when the run continued
     older = [old for old in checkpoints(path.parent) if step_of(old) < step_of(path)]
     for old in older[:-1]:
         if keep_every == 0 or step_of(old) % keep_every:
@@ -93,6 +93,16 @@ def newest_checkpoint(run: Path) -> Path | None:
             return path
         print(f"{path} is damaged (its checksum does not hold); trying the one before", flush=True)
     return None
+
+
+def set_aside_newer(path: Path) -> None:
+    """Renames the checkpoints after one, which are damaged, so that none takes the place of a whole
+    one.
+    """
+    for newer in checkpoints(path.parent):
+        if step_of(newer) > step_of(path):
+            newer.rename(newer.with_name(f"{newer.name}.damaged"))
+            checksum_file(newer).unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path) -> dict:

@@ -146,7 +146,7 @@ def wait_until(ready, patience, what, caught=()):
 
 def numbers(text: str, least: int = 0) -> list[int]:
     """An argparse type: whole numbers from `least` on between commas, each once."""
-    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
+    if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", text):
         raise argparse.ArgumentTypeError(f"{text} must be whole numbers, e.g. 1,2,4")
     found = sorted({int(x) for x in text.split(",")})
     if found[0] < least:

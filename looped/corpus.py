@@ -21,7 +21,6 @@ import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from glob import glob
 from pathlib import Path
 
 from looped.console import DAMAGE, fail, note, one_line
@@ -145,12 +144,28 @@ def texts(unit, counts):
             yield text
 
 
+def names_in(folder) -> list[Path]:
+    """The files in a folder and below, in order, each folder that links lead to once; none whose
+    name, or whose folder's, begins with a dot.
+    """
+    names = []
+    seen = set()
+    for top, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if os.path.realpath(top) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(top))
+        names += [Path(top, name).relative_to(folder) for name in files if not name.startswith(".")]
+    return sorted(names)
+
+
 def text_files(folder) -> dict[Path, int]:
     """The sizes of the folder's files of text, by name; one that links lead to twice counts once."""
     sizes = {}
     seen = set()
     others = []
-    for name in sorted(map(Path, glob("**/*", root_dir=folder, recursive=True))):
+    for name in names_in(folder):
         file = (folder / name).resolve()
         if not file.is_file() or file in seen:
             continue

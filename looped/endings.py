@@ -53,10 +53,21 @@ def last_checkpoint(run: str | Path | None) -> str:
 
 
 def catch_signals() -> list[int]:
-    """From now on SIGTERM and SIGINT only append their number to the list that is returned."""
+    """From now on SIGTERM, SIGINT and, unless it is ignored (nohup), SIGHUP only append their number
+    to the list that is returned.
+    """
     caught: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: caught.append(number))
+
+    def catch(number, frame):
+        caught.append(number)
+        if number == signal.SIGHUP:  # the terminal is gone: writing to it would be an error
+            for stream in (sys.stdout, sys.stderr):
+                if stream and stream.isatty():
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, catch)
     return caught
 
 

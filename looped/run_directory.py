@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from looped.checkpoint import differences, newest_checkpoint
+from looped.checkpoint import differences, newest_checkpoint, set_aside_newer
 from looped.console import DAMAGE, fail, note, outside
 from looped.files import lock, write_atomic
 from looped.logs import read_log
@@ -73,7 +73,9 @@ def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
             advice = f"repeat them, or {new}"
             fail(f"{run} was begun with other settings: {differing}; {advice}")
     newest = newest_checkpoint(run)
+    tokenizer = Path(config["tokenizer"]["path"]).read_bytes()  # today's: the rows may have moved
     if newest:
+        set_aside_newer(newest)
         if begun.get("code") not in (None, config["code"]):
             note(f"{run} was begun by other code than this; a report says which steps are whose")
         begun["args"]["keep_every"] = config["args"]["keep_every"]  # may be given anew
@@ -83,7 +85,7 @@ def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
         if (run / "log.jsonl").exists():  # the steps of another run than the one that begins now
             os.replace(run / "log.jsonl", run / "log.before.jsonl")
     write_atomic(run / "config.json", json.dumps(config, indent=1).encode())
-    write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
+    write_atomic(run / "tokenizer.json", tokenizer)
     for left in run.glob(".step_*.tmp"):  # of a killed run
         left.unlink()
     return newest

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from looped.console import counts, flag, refuse
 from looped.depth import refuse_too_deep
 from looped.files import file_hash
+from looped.memory import device_batches
 
 FINAL_DEPTHS = "1,2,4,8,16"
 MUON_FLAGS = ("muon_lr", "momentum_warmup", "weight_decay")
@@ -73,11 +74,17 @@ def settle(args, cfg, recipe, world: int) -> int:
         if getattr(args, name) is None:
             setattr(args, name, default)
     rows = args.device_batch_size or 1
+    if args.batch_size % world == 0 and args.batch_size % (world * rows):
+        fits = device_batches(min(rows, args.batch_size // world), args.batch_size, world)[0]
+        refuse(
+            f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = "
+            f"{world} × {rows}; try --device-batch-size {fits}"
+        )
     if args.batch_size % (world * rows):
         fits = math.ceil(args.batch_size / (world * rows)) * world * rows
         refuse(
             f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = "
-            f"{world} × {rows}; try {fits}"
+            f"{world} × {rows}; try --batch-size {fits}"
         )
     steps = round(args.tokens / (args.batch_size * cfg.seq_len))
     if steps < 1:

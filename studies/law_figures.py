@@ -43,7 +43,7 @@ def draw_isoflop(iso: dict, at_mu, path: Path) -> list[str]:
         fitted = np.linspace(1, x.max())
         parabola = np.polyval(found["parabola"], fitted)
         curves = [(x, grid.loss), (fitted, parabola)]
-        ylabel = f"{found['budget']:.2g} FLOPs: loss"
+        ylabel = f"{found['budget']:.3g} FLOPs: loss"
         plots.append(Plot("log2 of mu_rec (0: fixed depth)", ylabel, curves))
     return figure(path, "", ["measured", "parabola"], plots)
 

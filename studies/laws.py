@@ -238,7 +238,7 @@ def fit_isoflop(rows, rng, left: list[str]) -> dict:
     grids = []
     for budget, grid in rows[rows.mu_rec > 1].sort_values("mu_rec").groupby("budget"):
         if grid.mu_rec.nunique() < 4:
-            left.append(f"budget {budget:.2g}: fewer than 4 values of mu_rec, no parabola")
+            left.append(f"budget {budget:.3g}: fewer than 4 values of mu_rec, no parabola")
             continue
         x = np.log2(grid.mu_rec)
         smooth = np.polyval(np.polyfit(x, grid.loss, 2), x)

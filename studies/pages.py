@@ -23,6 +23,7 @@ from looped.figures import (
     save_page,
     table,
 )
+from looped.logs import CoreRules
 from studies.comparisons import DENSE, EXPERIMENTS, Arm
 from studies.ledger import defaults, read_ledger
 from studies.scaling_laws import rows_of, write_fit
@@ -219,8 +220,9 @@ def score_table(arms: list[Arm]) -> list[str]:
             scores += [{"arm": arm.name()} | score for score in line["core"]]
     if not scores:
         return []
-    rules = ["arm", "panel", "name", "depth", "protocol", "baselines", "max_per_task"]
-    frame = pd.DataFrame(scores, dtype=object).fillna("–").astype({"mean": float})
+    rules = ["arm", "panel", "name", "depth", *CoreRules._fields[1:]]
+    frame = pd.DataFrame(scores, dtype=object).reindex(columns=[*rules, "mean"])
+    frame = frame.fillna("–").astype({"mean": float})
     means = frame.groupby(rules, sort=False)["mean"].agg(plus_minus)
     return ["## Downstream", "", *frame_table(means.to_frame()), *said, ""]
 

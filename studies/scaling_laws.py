@@ -63,7 +63,7 @@ def rows_of_path(path: Path) -> pd.DataFrame:
 
 
 def prepared(rows, left: list[str]) -> pd.DataFrame:
-    """Adds the budget (FLOPs to two digits) and "best", the run's loss at mu_rec; leaves out what
+    """Adds the budget (see budgets_of) and "best", the run's loss at mu_rec; leaves out what
     cannot be used.
     """
 
@@ -86,16 +86,15 @@ def prepared(rows, left: list[str]) -> pd.DataFrame:
     return rows.sort_values(["mu_rec", "depth"], kind="stable", ignore_index=True)
 
 
-def budgets_of(flops: pd.Series) -> np.ndarray:
-    """The budget of each run, to three digits: the mean of FLOPs that follow each other within 5 %."""
-    order = np.argsort(flops.to_numpy())
-    known = flops.to_numpy()[order]
-    number = np.cumsum(known > 1.05 * np.r_[known[:1], known[:-1]])
-    means = np.bincount(number, known) / np.bincount(number)
-    budgets = np.array([float(f"{mean:.3g}") for mean in means])
-    found = np.empty_like(known)
-    found[order] = budgets[number]
-    return found
+def budgets_of(flops: pd.Series) -> pd.Series:
+    """The budget of each run, to three digits: the mean of FLOPs that are within 5 % of the least."""
+    known = flops.sort_values()
+    starts = []
+    for value in known:
+        near = starts and value <= 1.05 * starts[-1]
+        starts.append(starts[-1] if near else value)
+    means = known.groupby(starts).mean().map("{:.3g}".format).astype(float)
+    return flops.map(dict(zip(known, means[starts])))
 
 
 # -- fit
@@ -169,7 +168,7 @@ def isoflop_tables(iso: dict, rows) -> list[str]:
         line |= {"mu_rec": span(found["mu"]) + end, "tokens": span(found["tokens"])}
         line |= {slope: found["slope"], "fixed depth 1": iso["fixed_depth"].get(found["budget"])}
         shown.append(line)
-    formats = dict(zip(shown[0], (".2g", ".4f", "", "", "+.4f", ".4f")))
+    formats = dict(zip(shown[0], (".3g", ".4f", "", "", "+.4f", ".4f")))
     page = records_table(shown, formats) + equal_tokens_table(rows)
     inside = [found["inside"] for found in iso["budgets"]]
     for name, (exponents, _) in iso["power_laws"].items():
@@ -189,7 +188,7 @@ def equal_tokens_table(rows) -> list[str]:
     level = np.interp(np.log(gains.tokens), np.log(once.index), once)
     gain = level - gains.loss
     cells = gain.map("{:.4f}".format) + gains.tokens.map(" at {:.2g}".format)
-    budget = gains.budget.map("{:.2g} FLOPs".format)
+    budget = gains.budget.map("{:.3g} FLOPs".format)
     frame = gains.assign(cell=cells, budget=budget)
     shown = frame.pivot_table("cell", "mu_rec", "budget", aggfunc="; ".join, sort=False)
     head = (
@@ -224,7 +223,7 @@ def error_tables(fits: dict[str, dict]) -> list[str]:
         budgets[name] = mean + largest
     head = "Each budget predicted from the others: percent off, mean (largest)."
     frame = pd.DataFrame(budgets).T.rename_axis("law")
-    frame = frame.rename(columns="{:.2g} FLOPs".format)
+    frame = frame.rename(columns="{:.3g} FLOPs".format)
     return [*number_table("law", errors), head, "", *frame_table(frame)]
 
 

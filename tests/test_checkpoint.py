@@ -1,5 +1,8 @@
 """Checkpoints: what is written, and what a failure on the way leaves."""
 
+import os
+import signal
+
 import pytest
 import torch
 
@@ -41,6 +44,25 @@ def test_a_save_is_a_copy_and_its_error_is_raised_by_the_next(tmp_path, monkeypa
     save_checkpoint(tmp_path, 2, model, optimizer, rank=0)
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path, 3, model, optimizer, rank=0)
+
+
+def test_a_damaged_checkpoint_is_not_whole_after_a_kill_in_its_replacements_save(
+    tmp_path, monkeypatch
+):
+    for step in (1, 2):
+        write_checkpoint(tmp_path / f"step_000000{step}.pt", {})
+    damaged = tmp_path / "step_0000002.pt"
+    damaged.write_bytes(b"damaged")
+
+    def killed(state, file):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(torch, "save", killed)
+        write_checkpoint(damaged, {})
+    os.waitpid(child, 0)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_0000001.pt"
 
 
 def test_no_checksum_is_of_another_file(tmp_path, monkeypatch):

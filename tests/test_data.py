@@ -540,6 +540,38 @@ def test_a_damaged_row_group_is_named_and_skipped(folder, tokenizer, tmp_path, c
     assert f"{path}, row group 1" in capsys.readouterr().err
 
 
+def test_a_bit_flipped_in_a_compressed_page_changes_no_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    texts = documents(300, seed=1)
+    write_parquet(path, texts, compression="zstd", write_page_checksum=True)
+    whole = path.read_bytes()
+    for at in np.linspace(200, len(whole) - 2000, 25).astype(int):
+        raw = bytearray(whole)
+        raw[at] ^= 4
+        path.write_bytes(raw)
+        counts = Counter()
+        read = list(corpus.parquet_texts(path, counts))
+        assert read == texts[: len(read)] and (len(read) == 300 or counts["unreadable row group"])
+
+
+def test_a_manifest_lists_no_shard_after_a_missing_one(tmp_path):
+    shard = {"rows": 1}
+    dl.save_manifest(
+        tmp_path, {"version": 1}, {"val.npy": shard, "0": shard, "1": None, "2": shard}
+    )
+    assert read_checked(tmp_path / "manifest.json")["train"] == [shard]
+
+
+def test_links_to_their_own_folder_are_followed_once(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("x")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "y.txt").write_text("y")
+    for name in ("here", "there"):
+        (tmp_path / "a" / name).symlink_to(tmp_path)
+    assert corpus.names_in(tmp_path) == [Path("a/x.txt")]
+
+
 def test_unusable_input_ends_in_one_line(folder, tokenizer, tmp_path, capsys):
     def no(*fragments, flags="", data=folder, tokenizer=tokenizer):
         action = partial(pack, data, tokenizer, tmp_path / "refused", *flags.split())

@@ -616,7 +616,23 @@ class Smoothed(Model):
         return F.cross_entropy(self.head(x), targets, reduction="sum", label_smoothing=0.05)
 
 
-@pytest.mark.parametrize("edited", [Capped, Untied, Smoothed])
+class Weighted(Smoothed):
+    def head_loss(self, x, targets):
+        if self.loss_chunk:
+            return super().head_loss(x, targets)
+        losses = F.cross_entropy(self.head(x), targets, reduction="none")
+        return (losses * (1 + (targets == 10))).sum()
+
+
+class ByPosition(Smoothed):
+    def head_loss(self, x, targets):
+        if self.loss_chunk:
+            return super().head_loss(x, targets)
+        losses = F.cross_entropy(self.head(x), targets, reduction="none")
+        return losses.view(-1, self.cfg.seq_len)[:, 1:].sum()
+
+
+@pytest.mark.parametrize("edited", [Capped, Untied, Smoothed, Weighted, ByPosition])
 def test_an_edited_head_or_loss_is_not_taken_by_chunks(edited, capsys):
     model = small_model(SMALL).float()
     for asked in (None, 256, 0):

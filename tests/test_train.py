@@ -45,7 +45,7 @@ from looped.logs import read_run
 from looped.machine import ONE_PROCESS, Place, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
-from looped.run_directory import begun_config, decisive, is_finished
+from looped.run_directory import CHANGEABLE, begun_config, decisive, is_finished
 from looped.settings import eval_depths, ramp_steps, settle, settle_optimizer
 from looped.tokenizer import load_tokenizer, save_tokenizer
 from model import PRESETS, Model, ModelConfig, load_run, setting
@@ -222,13 +222,6 @@ def test_only_bad_steps_in_a_row_end_a_run():
         numbers = {"stop": 0, "grad_norm2": 1.0, "loss": loss}
         train.finish_step(run, train.Finished({"step": 1}, numbers.copy))
     assert run.bad == 2
-
-
-def test_a_statistic_named_as_a_field_of_the_log_is_refused():
-    run = train.Run(None, None, {}, None, ONE_PROCESS, 9, None, None, None)
-    numbers = {"stop": 0, "grad_norm2": 1.0, "loss": 1.0, "step": 2.0}
-    with pytest.raises(ValueError, match="called step"):
-        train.finish_step(run, train.Finished({"step": 1}, numbers.copy))
 
 
 def test_validation_equals_a_plain_loop_over_rows(base, packed):
@@ -418,6 +411,13 @@ def test_deal_gives_every_sequence_once_and_ranks_equal_work():
 # -- interruption ------------------------------------------------------------------------------------------------------
 
 
+def test_the_log_has_no_field_that_a_statistic_could_be_called(base):
+    statistics = {"residual", "state_norm", "decay_max", "decay_mean"}
+    for kind, _ in log(base):
+        if kind == "train":
+            assert log(base)["train", 1].keys() <= train.LOGGED | statistics | {"kind"}
+
+
 def test_resumed_is_bitwise_uninterrupted_and_a_finished_run_is_left_alone(
     base, packed, tmp_path, capfd
 ):
@@ -501,7 +501,7 @@ def test_a_model_without_a_loop_heeds_none_of_the_loops_settings(preset):
         same_settings({"config": asdict(cfg) | {"key_offset": True}}, cfg)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_the_step_at_hand(number, base, packed, tmp_path, monkeypatch):
     run = tmp_path / "r"
     draw = train.next_batch
@@ -512,7 +512,9 @@ def test_a_signal_saves_the_step_at_hand(number, base, packed, tmp_path, monkeyp
         return draw(data, cfg, args, step, place)
 
     monkeypatch.setattr(train, "next_batch", next_batch)
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {each: signal.getsignal(each) for each in caught}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup
     try:
         with pytest.raises(SystemExit) as stop:
             train.main(flags(packed, run))
@@ -533,7 +535,42 @@ def test_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):
     newest.write_bytes(newest.read_bytes()[:-100])
     here(packed, run, "--resume")
     assert f"{newest} is damaged" in capfd.readouterr().out
+    assert newest.with_name(f"{newest.name}.damaged").is_file()
     assert_identical(run, base)
+
+
+def test_rows_that_moved_are_followed_and_others_in_their_place_are_not(base, packed, tmp_path):
+    rows = shutil.copytree(packed, tmp_path / "rows")
+    run = tmp_path / "r"
+    here(rows, run, "--stop-at", "5")
+    moved = rows.rename(tmp_path / "moved")
+    rows.mkdir()
+    (rows / "tokenizer.json").write_text("another")
+    (run / "log.jsonl").rename(tmp_path / "log")
+    here(moved, run, "--resume", "--stop-at", "6")  # nor is a log needed
+    here(moved, run, "--resume")
+    assert (run / "tokenizer.json").read_bytes() == (packed / "tokenizer.json").read_bytes()
+    assert all(
+        torch.equal(w, weights(base)["model"][name]) for name, w in weights(run)["model"].items()
+    )
+
+
+def test_what_decides_a_runs_numbers_may_not_change_when_it_is_continued():
+    """Network, optimiser and seed; the groups that --help shows."""
+    parser = train.Parser()
+    train.add_network_flags(parser)
+    network = {action.dest for action in parser._actions}
+    optimiser = {
+        "batch_size", "optimizer", "muon_lr", "adam_lr", "warmup", "cooldown", "momentum_warmup",
+        "weight_decay", "clip",
+    }  # fmt: skip
+    decides = (
+        (network - {"help"})
+        | optimiser
+        | {"seed", "tokens", "flops", "init_from", "dtype", "residual_dtype"}
+    )
+    assert not decides & CHANGEABLE
+    assert decides | CHANGEABLE | {"preset"} == set(vars(train.parse_args([])))
 
 
 def test_resume_on_another_number_of_ranks(base, sharing, packed, tmp_path):
@@ -937,6 +974,13 @@ def test_a_statistic_that_is_no_sum_is_named(value, found, packed, tmp_path, mon
         here(packed, tmp_path / "r")
 
 
+@pytest.mark.parametrize("name", ["step", "loss", "grad_norm2", "ms"])
+def test_a_statistic_named_as_a_field_of_the_log_is_refused(name, packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(Model, "statistics", lambda *_: {name: torch.ones(())})
+    with pytest.raises(ValueError, match=f"a statistic is called {name}"):
+        here(packed, tmp_path / "r")
+
+
 def test_tied_parameters_stay_tied_when_they_begin_with_another_runs_weights(base, packed):
     model = Model(load_run(base)[1])
     tables = list(model.ve.values())
@@ -995,7 +1039,7 @@ def test_a_continued_run_keeps_the_dtype_of_its_beginning(packed, tmp_path, monk
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--batch-size 10 --device-batch-size 4": "10 is not a multiple of ranks × device batch = 1 × 4; try 12",
+    "--batch-size 10 --device-batch-size 4": "10 is not a multiple of ranks × device batch = 1 × 4; try --device-batch-size 2",
     "--mu-bwd 9": "--mu-bwd 9 exceeds --mu-rec 8",
     "--n-head 3": "--n-head 3",
     "--tokens 10": "--tokens 10 is less than one step",

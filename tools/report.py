@@ -106,15 +106,14 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
     """A sentence on each arm against the first one, and what makes the comparison unfair."""
     arms = {}  # {changes: {seed: loss}}
     remarks = []
-    compared = comparable(runs)
     for run in runs:
+        reason = why_not_compared(run, runs)
         arm = arms.setdefault(tuple(changes(run, runs[0])), {})
         seed = run.flags["seed"]
         if seed in arm:
             remarks.append(f"Warning: {run.name} repeats a run, and is not compared.")
-        elif run not in compared:
-            why = "it has no finite loss where the others have theirs"
-            remarks.append(f"Warning: {run.name} is not compared: {why}.")
+        elif reason:
+            remarks.append(f"Warning: {run.name} is not compared: {reason}.")
         else:
             arm[seed] = run.loss
     base = arms[()]
@@ -136,15 +135,19 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
     return remarks
 
 
-def comparable(runs: list[LoggedRun]) -> list[LoggedRun]:
-    """The runs with a finite loss, of which all are finished, or all were evaluated after as many
-    tokens as the first.
+def why_not_compared(run: LoggedRun, runs: list[LoggedRun]) -> str | None:
+    """What keeps a run from being compared: finished runs are compared with finished ones, others
+    with those that were evaluated after as many tokens as the first.
     """
-    finite = [run for run in runs if np.isfinite(run.loss)]
-    finished = [run for run in finite if run.last.get("final")]
-    if finished or not finite:
-        return finished
-    return [run for run in finite if run.last["tokens"] == finite[0].last["tokens"]]
+    if not np.isfinite(run.loss):
+        return "its last validation loss is not finite" if run.evals else "it was never evaluated"
+    if any(other.last.get("final") for other in runs):
+        return None if run.last.get("final") else "it is unfinished; continue it with --resume"
+    tokens = run.last["tokens"]
+    first = next(other for other in runs if np.isfinite(other.loss))
+    if tokens == first.last["tokens"]:
+        return None
+    return f"it was evaluated after {tokens:,} tokens, {first.name} after {first.last['tokens']:,}"
 
 
 def headline(runs: list[LoggedRun]) -> str:

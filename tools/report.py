@@ -107,7 +107,7 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
     arms = {}  # {changes: {seed: loss}}
     remarks = []
     for run in runs:
-        reason = why_not_compared(run, runs)
+        reason = why_not_compared(run, runs) if len(runs) > 1 else None
         arm = arms.setdefault(tuple(changes(run, runs[0])), {})
         seed = run.flags["seed"]
         if seed in arm:

@@ -173,7 +173,7 @@ def chunks_agree(model) -> bool:
     x = torch.randn(len(targets), model.cfg.d_model, generator=generator)
     try:
         with torch.no_grad():
-            x *= 5 / model.head(x).std()
+            x *= 5 / model.head(x).std().clamp_min(1e-6)
         whole = head_gradients(model, x, targets, chunk=0)
         chunked = head_gradients(model, x, targets, chunk=len(x) // 3)
     except RuntimeError:  # a loss that knows the rows' length

@@ -33,7 +33,7 @@ from looped.depth import (
 from looped.hashes import permute
 from looped.layers import Linear
 from looped.mechanisms import PlainLoop
-from looped.memory import settle_chunks
+from looped.memory import chunks_agree, settle_chunks
 from looped.ops import attend, attends_by_products, orthogonal
 from looped.randomness import hashed_normal, mix64, sequence_key, uniforms
 from model import (
@@ -639,6 +639,11 @@ def test_an_edited_head_or_loss_is_not_taken_by_chunks(edited, capsys):
         args = SimpleNamespace(loss_chunk=asked)
         settle_chunks(model, args)
         assert args.loss_chunk == asked
+    with torch.no_grad():
+        blank = Model(SMALL)
+        for p in blank.parameters():
+            p.zero_()
+    assert chunks_agree(blank)
     model.__class__ = edited
     refused(
         capsys, lambda: settle_chunks(model, SimpleNamespace(loss_chunk=256)), "--loss-chunk 256"

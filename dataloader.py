@@ -256,14 +256,9 @@ def finish(folder, settings, entries):
     val, *train = entries.values()
     rows = sum(entry["rows"] for entry in train)
     if not rows or not val["rows"]:
-        split, advice = "training", "add text"
-        if rows:
-            split, advice = (
-                "validation",
-                "add text, or one more .jsonl file, the last by name, for it",
-            )
+        split = "validation" if rows else "training"
         row = f"not one row of {settings['seq_len'] + 1} tokens"
-        fail(f"too little {split} text: {row}; {advice}")
+        fail(f"too little {split} text: {row}; add text, or try a smaller --seq-len")
     counts = Counter()
     for entry in train:
         counts.update(entry.get("counts", {}))  # earlier versions wrote none

@@ -50,8 +50,7 @@ def write_checkpoint(path: Path, state: dict, keep_every: int = 0) -> None:
     """Writes it whole or not at all, then its checksum; then removes what need not stay: all but
     this one, the one before, and the multiples of keep_every.
     """
-    path.unlink(missing_ok=True)  # a damaged one: without its checksum it would count as whole
-    checksum_file(path).unlink(missing_ok=True)
+    checksum_file(path).unlink(missing_ok=True)  # of the one that this one replaces
     try:
         write_atomic(path, lambda file: torch.save(state, file))
     except RuntimeError as e:
@@ -95,12 +94,12 @@ def newest_checkpoint(run: Path) -> Path | None:
     return None
 
 
-def set_aside_newer(path: Path) -> None:
-    """Renames the checkpoints after one, which are damaged, so that none takes the place of a whole
-    one.
+def set_aside_newer(run: Path, whole: Path | None) -> None:
+    """Renames the checkpoints after the newest whole one (None: all), which are damaged, so that none
+    takes the place of a whole one.
     """
-    for newer in checkpoints(path.parent):
-        if step_of(newer) > step_of(path):
+    for newer in checkpoints(run):
+        if whole is None or step_of(newer) > step_of(whole):
             newer.rename(newer.with_name(f"{newer.name}.damaged"))
             checksum_file(newer).unlink(missing_ok=True)
 

@@ -166,7 +166,7 @@ def text_files(folder) -> dict[Path, int]:
     seen = set()
     others = []
     for name in names_in(folder):
-        file = (folder / name).resolve()
+        file = Path(os.path.realpath(folder / name))  # of a link to itself, that
         if not file.is_file() or file in seen:
             continue
         seen.add(file)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import stat
 import sys
 from pathlib import Path
 
@@ -60,9 +61,9 @@ def catch_signals() -> list[int]:
 
     def catch(number, frame):
         caught.append(number)
-        if number == signal.SIGHUP:  # the terminal is gone: writing to it would be an error
+        if number == signal.SIGHUP:  # terminal, or pipe, is gone: writing to it would be an error
             for stream in (sys.stdout, sys.stderr):
-                if stream and stream.isatty():
+                if stream and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

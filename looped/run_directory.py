@@ -73,19 +73,22 @@ def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
             advice = f"repeat them, or {new}"
             fail(f"{run} was begun with other settings: {differing}; {advice}")
     newest = newest_checkpoint(run)
-    tokenizer = Path(config["tokenizer"]["path"]).read_bytes()  # today's: the rows may have moved
+    set_aside_newer(run, newest)
     if newest:
-        set_aside_newer(newest)
         if begun.get("code") not in (None, config["code"]):
             note(f"{run} was begun by other code than this; a report says which steps are whose")
         begun["args"]["keep_every"] = config["args"]["keep_every"]  # may be given anew
+        # the same, but they may have moved
+        begun["data"] = config["data"]
+        begun["tokenizer"] = config["tokenizer"]
+        begun["args"]["data"] = config["args"]["data"]
         config = begun
     elif begun:  # the code may have changed since
         print(f"{run} has no whole checkpoint; beginning again at step 0", flush=True)
         if (run / "log.jsonl").exists():  # the steps of another run than the one that begins now
             os.replace(run / "log.jsonl", run / "log.before.jsonl")
     write_atomic(run / "config.json", json.dumps(config, indent=1).encode())
-    write_atomic(run / "tokenizer.json", tokenizer)
+    write_atomic(run / "tokenizer.json", Path(config["tokenizer"]["path"]).read_bytes())
     for left in run.glob(".step_*.tmp"):  # of a killed run
         left.unlink()
     return newest

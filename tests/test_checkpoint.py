@@ -1,17 +1,16 @@
 """Checkpoints: what is written, and what a failure on the way leaves."""
 
-import os
-import signal
-
 import pytest
 import torch
 
 from looped import checkpoint
 from looped.checkpoint import (
+    checkpoints,
     checksum_file,
     join_writer,
     newest_checkpoint,
     save_checkpoint,
+    set_aside_newer,
     write_checkpoint,
 )
 from model import PRESETS, Model
@@ -46,23 +45,32 @@ def test_a_save_is_a_copy_and_its_error_is_raised_by_the_next(tmp_path, monkeypa
         save_checkpoint(tmp_path, 3, model, optimizer, rank=0)
 
 
-def test_a_damaged_checkpoint_is_not_whole_after_a_kill_in_its_replacements_save(
-    tmp_path, monkeypatch
-):
-    for step in (1, 2):
-        write_checkpoint(tmp_path / f"step_000000{step}.pt", {})
-    damaged = tmp_path / "step_0000002.pt"
-    damaged.write_bytes(b"damaged")
+def test_damaged_checkpoints_are_set_aside_and_whole_ones_are_not(tmp_path):
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path / f"step_000000{step}.pt", {}, keep_every=1)
+    for step in (2, 3):
+        (tmp_path / f"step_000000{step}.pt").write_bytes(b"damaged")
+    (tmp_path / "step_0000001.pt.sha256").unlink()
+    newest = newest_checkpoint(tmp_path)
+    set_aside_newer(tmp_path, newest)
+    assert checkpoints(tmp_path) == [newest] == [tmp_path / "step_0000001.pt"]
+    assert len(list(tmp_path.glob("*.damaged"))) == 2
+    set_aside_newer(tmp_path, None)
+    assert not checkpoints(tmp_path)
 
-    def killed(state, file):
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    child = os.fork()
-    if child == 0:
-        monkeypatch.setattr(torch, "save", killed)
-        write_checkpoint(damaged, {})
-    os.waitpid(child, 0)
-    assert newest_checkpoint(tmp_path) == tmp_path / "step_0000001.pt"
+def test_a_save_that_fails_leaves_the_same_steps_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "step_0000001.pt"
+    write_checkpoint(path, {"step": torch.tensor(1)})
+    before = path.read_bytes()
+
+    def full(state, file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_checkpoint(path, {})
+    assert path.read_bytes() == before and newest_checkpoint(tmp_path) == path
 
 
 def test_no_checksum_is_of_another_file(tmp_path, monkeypatch):

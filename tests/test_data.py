@@ -567,9 +567,10 @@ def test_links_to_their_own_folder_are_followed_once(tmp_path):
     (tmp_path / "a" / "x.txt").write_text("x")
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "y.txt").write_text("y")
+    (tmp_path / "itself.txt").symlink_to(tmp_path / "itself.txt")
     for name in ("here", "there"):
         (tmp_path / "a" / name).symlink_to(tmp_path)
-    assert corpus.names_in(tmp_path) == [Path("a/x.txt")]
+    assert list(corpus.text_files(tmp_path)) == [Path("a/x.txt")]
 
 
 def test_unusable_input_ends_in_one_line(folder, tokenizer, tmp_path, capsys):

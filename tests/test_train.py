@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import pty
 import re
 import resource
 import shlex
@@ -32,6 +33,7 @@ from dataloader import PackedData
 from looped import machine
 from looped.checkpoint import (
     checkpoints,
+    checksum_file,
     differences,
     same_settings,
     step_of,
@@ -501,7 +503,7 @@ def test_a_model_without_a_loop_heeds_none_of_the_loops_settings(preset):
         same_settings({"config": asdict(cfg) | {"key_offset": True}}, cfg)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_step_at_hand(number, base, packed, tmp_path, monkeypatch):
     run = tmp_path / "r"
     draw = train.next_batch
@@ -514,7 +516,6 @@ def test_a_signal_saves_the_step_at_hand(number, base, packed, tmp_path, monkeyp
     monkeypatch.setattr(train, "next_batch", next_batch)
     caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     handlers = {each: signal.getsignal(each) for each in caught}
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup
     try:
         with pytest.raises(SystemExit) as stop:
             train.main(flags(packed, run))
@@ -526,6 +527,21 @@ def test_a_signal_saves_the_step_at_hand(number, base, packed, tmp_path, monkeyp
     monkeypatch.undo()
     here(packed, run, "--resume")
     assert_identical(run, base)
+
+
+def test_a_terminal_that_closes_costs_no_step(packed, tmp_path):
+    run = tmp_path / "r"
+    line = command("train.py", *flags(packed, run, "--tokens", "1e6", "--compile", "off"))
+    child, terminal = pty.fork()
+    if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        os.execve(line[0], line, ENV)
+    while b"step      1" not in os.read(terminal, 4096):
+        pass
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    assert checkpoints(run) and checksum_file(checkpoints(run)[-1]).is_file()
 
 
 def test_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):
@@ -550,6 +566,9 @@ def test_rows_that_moved_are_followed_and_others_in_their_place_are_not(base, pa
     here(moved, run, "--resume", "--stop-at", "6")  # nor is a log needed
     here(moved, run, "--resume")
     assert (run / "tokenizer.json").read_bytes() == (packed / "tokenizer.json").read_bytes()
+    config = json.loads((run / "config.json").read_text())
+    found = {config["data"]["path"], config["args"]["data"]}
+    assert found == {str(moved)} and config["tokenizer"]["path"].startswith(str(moved))
     assert all(
         torch.equal(w, weights(base)["model"][name]) for name, w in weights(run)["model"].items()
     )

@@ -141,7 +141,7 @@ def why_not_compared(run: LoggedRun, runs: list[LoggedRun]) -> str | None:
     """
     if not np.isfinite(run.loss):
         return "its last validation loss is not finite" if run.evals else "it was never evaluated"
-    if any(other.last.get("final") for other in runs):
+    if any(other.last.get("final") and np.isfinite(other.loss) for other in runs):
         return None if run.last.get("final") else "it is unfinished; continue it with --resume"
     tokens = run.last["tokens"]
     first = next(other for other in runs if np.isfinite(other.loss))

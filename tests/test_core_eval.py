@@ -821,34 +821,29 @@ def test_edited_code_is_evaluated_anew(run, start, encoded, capsys, monkeypatch)
     assert "made with another network_code; it is kept" in capsys.readouterr().out
 
 
-def test_evaluations_of_a_run_at_once_keep_each_others_depths(run, start, monkeypatch):
-    """The second begins, and ends, after the first has looked for earlier results."""
+@pytest.fixture
+def another_meanwhile(start, monkeypatch):
+    """A second evaluation begins, and ends, after the first has looked for earlier results."""
     found = core_results.earlier
 
-    def another_meanwhile(path, header):
+    def earlier(path, header):
         monkeypatch.setattr(ce, "earlier", found)
         kept = found(path, header)
         start("--seeds", "5", "--depth", "3")
         return kept
 
-    monkeypatch.setattr(ce, "earlier", another_meanwhile)
+    monkeypatch.setattr(ce, "earlier", earlier)
+
+
+def test_evaluations_of_a_run_at_once_keep_each_others_depths(run, start, another_meanwhile):
     start("--seeds", "5", "--depth", "1")
     depths = results(run)["depths"]
     assert [depth for depth in depths if len(depths[depth]["tasks"]) == 22] == ["1", "3"]
 
 
 def test_of_evaluations_at_once_with_other_settings_one_ends_and_none_loses(
-    run, start, monkeypatch, capsys
+    run, start, another_meanwhile, capsys
 ):
-    found = core_results.earlier
-
-    def another_meanwhile(path, header):
-        monkeypatch.setattr(ce, "earlier", found)
-        kept = found(path, header)
-        start("--seeds", "5", "--depth", "3")
-        return kept
-
-    monkeypatch.setattr(ce, "earlier", another_meanwhile)
     refused(capsys, lambda: start("--seeds", "6", "--depth", "3"), "another seeds, now writes")
     assert len(results(run)["depths"]["3"]["tasks"]) == 22
 

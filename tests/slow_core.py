@@ -156,6 +156,8 @@ def slow_answer(model, task, protocol, rows, depth, key):
         if protocol == "dclm":
             mean = mean.exp()
         means.append(mean.item())
+    # options of equal tokens are equal, though rounding may differ from row to row
+    means = [means[rows.index(made)] for made in rows]
     return means.index(min(means))
 
 

@@ -423,9 +423,10 @@ def training_step(
         targets = part.tokens[:, 1:]
         loss, stats = model.loss(ids, targets, part.keys, part.n, part.k)
         (loss / batch.step_tokens).backward()
-        if stats.keys() & LOGGED:
+        taken = stats.keys() & LOGGED
+        if taken:
             raise ValueError(
-                f"a statistic is called {min(stats.keys() & LOGGED)}, as the log's own is"
+                f"a statistic is called {min(taken)}, as a field of the log is; rename it"
             )
         for name, value in (stats | {"loss": loss.detach()}).items():
             shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
@@ -752,7 +753,7 @@ def train(args, progress: dict) -> None:
     place = distributed(args.device)
     note_busy_cores(place)
     args.device = place.device.type
-    rows_given = args.device_batch_size is not None
+    given = {name for name, value in vars(args).items() if value is not None}
     steps = settle(args, cfg, recipe_of(args.preset), place.world)
     data = open_data(args, cfg, place)
     args.out = args.out or default_directory(args, cfg)
@@ -768,7 +769,7 @@ def train(args, progress: dict) -> None:
         leave(place)
         return
     fit = fit_memory(model, optimizer, args, place)
-    choices = choices_made(args, cfg, place, fit, rows_given)
+    choices = choices_made(args, cfg, place, fit, given)
     choices["activations"] = (args.dtype, found.dtype_reason)
     choices["compile"] = ("on" if compiled else "off", f"--compile {args.compile}")
     if compiled:

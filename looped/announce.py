@@ -56,20 +56,26 @@ def announce(run, first: int, choices: dict) -> None:
     run.record("start", first, code=program_code(), choices=choices)
 
 
-def choices_made(args, cfg, place: Place, fit: MemoryFit, rows_given: bool) -> dict:
-    """{what: (value, reason)} of the settings that were not, or need not be, asked for."""
+def chunk_reason(args, given: set) -> str:
+    if "loss_chunk" in given:
+        return "given"
+    return "by memory" if args.loss_chunk is None else "the head or its loss was edited"
+
+
+def choices_made(args, cfg, place: Place, fit: MemoryFit, given: set) -> dict:
+    """{what: (value, reason)} of the settings that were not, or need not be, asked for; given: the
+    flags that were.
+    """
     processes = f"{place.world} process(es) of {torch.get_num_threads()} threads"
     attention = ("torch's", "its own order of kernels")
     if attends_by_products(place.device.type, getattr(torch, args.dtype), cfg.seq_len):
         attention = ("two matrix products", "the faster way for short bfloat16 rows on a CPU")
+    reason = "given" if "device_batch_size" in given else "divides the batch"
     chosen = {
         "device": (place.device.type, processes),
         "attention": attention,
-        "device batch": (f"{fit.step.rows} rows", "given" if rows_given else "divides the batch"),
-        "loss chunk": (
-            f"{fit.step.loss_chunk or 'all'} tokens",
-            "by memory" if args.loss_chunk is None else "given, or the head was edited",
-        ),
+        "device batch": (f"{fit.step.rows} rows", reason),
+        "loss chunk": (f"{fit.step.loss_chunk or 'all'} tokens", chunk_reason(args, given)),
     }
     if place.is_gpu:
         chosen["memory"] = (f"peak {fit.peak:.1f} GiB", "at the deepest depth to be expected")

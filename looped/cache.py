@@ -39,13 +39,12 @@ class KVCache:
         every = torch.ones(tokens, self.length, dtype=torch.bool, device=device)
         self.mask = every.tril(first)  # (T, S)
         self.live = None
-        self.written = set()  # core layers, in the current loop
 
     def begin_loop(self, loop: int, live: torch.Tensor | None) -> None:
         """live (B, T) bool: the tokens that take this loop; None: all of them."""
         self.loop = loop
         self.live = live
-        self.written = set()
+        self.written = set()  # core layers, in this loop
 
     def attend(self, layer: int, q, k, v, shift: Callable | None = None):
         """q, k, v (B, H, T, K) of the tokens just placed -> their attention, (B, H, T, K). Slots hold
@@ -53,11 +52,11 @@ class KVCache:
         """
         new = torch.stack([k, v])
         looped = layer in self.model.core_layers
-        if layer in self.written:
-            raise ValueError(
-                f"layer {layer} runs twice a loop; a cache keeps its keys and values once"
-            )
         if looped:
+            if layer in self.written:
+                raise ValueError(
+                    f"layer {layer} runs twice a loop; a cache has one place for its keys"
+                )
             self.written.add(layer)
         if layer not in self.slots:
             B, H, _, K = k.shape

@@ -250,14 +250,15 @@ def advise(args) -> None:
     source = args.fit or "the paper"
     known = read_json(args.fit) if args.fit else paper_fit(args.preset)
     with outside(f"{source} is no fit.json", "name one that `fit` wrote"):
-        known["n_eff"], known["isoflop"]["budgets"]  # noqa: B018
+        n_effs = known["n_eff"]
+        budgets = known["isoflop"]["budgets"]
     if "train" not in known:
         fail(f"{source} has no law of training, and says in left_out why; fit more runs")
-    for mu, n_eff in known["n_eff"].items():
+    for mu, n_eff in n_effs.items():
         if laws.effective_params(laws.config_at(args.preset, int(mu))) != n_eff:
             fail(f"{source} is of another model than --preset {args.preset}; name its preset")
-    inside = [found["budget"] for found in known["isoflop"]["budgets"] if found["inside"]]
-    for found in known["isoflop"]["budgets"]:
+    inside = [found["budget"] for found in budgets if found["inside"]]
+    for found in budgets:
         end = "" if found["inside"] else ", an end of the grid"
         best = f"mu_rec {found['mu'][0]:.3g} at {found['budget']:.3g} FLOPs"
         print(f"measured, {source}: {best}{end}")
@@ -268,7 +269,7 @@ def advise(args) -> None:
     power = math.exp(log_k) * args.flops**exponent
     beyond = "" if min(inside) <= args.flops <= max(inside) else "; beyond the measured budgets"
     print(f"power law C^{exponent:.2f}: mu_rec {power:.3g} at {args.flops:g} FLOPs{beyond}")
-    grid = [int(mu) for mu in known["n_eff"] if int(mu) > 1]
+    grid = [int(mu) for mu in n_effs if int(mu) > 1]
     mu = round(np.clip(power, min(grid), max(grid)))
     cfg = laws.config_at(args.preset, mu)
     N = laws.effective_params(cfg)

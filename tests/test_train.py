@@ -415,9 +415,10 @@ def test_deal_gives_every_sequence_once_and_ranks_equal_work():
 
 def test_the_log_has_no_field_that_a_statistic_could_be_called(base):
     statistics = {"residual", "state_norm", "decay_max", "decay_mean"}
-    for kind, _ in log(base):
-        if kind == "train":
-            assert log(base)["train", 1].keys() <= train.LOGGED | statistics | {"kind"}
+    for line in (base / "log.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "train":
+            assert record.keys() - statistics <= train.LOGGED
 
 
 def test_resumed_is_bitwise_uninterrupted_and_a_finished_run_is_left_alone(
@@ -991,6 +992,21 @@ def test_a_statistic_that_is_no_sum_is_named(value, found, packed, tmp_path, mon
     monkeypatch.setattr(Model, "statistics", lambda *_: {"mine": value})
     with pytest.raises(ValueError, match=f"statistic mine is {found}"):
         here(packed, tmp_path / "r")
+
+
+def test_an_edited_head_trains_on_all_logits_and_says_so(packed, tmp_path, monkeypatch, capfd):
+    losses = []
+    usual = Model.head
+    for head in (usual, lambda model, x: 0.5 * usual(model, x)):
+        monkeypatch.setattr(Model, "head", head)
+        run = tmp_path / str(len(losses))
+        here(packed, run, "--stop-at", "1")
+        losses.append(log(run)["train", 1]["loss"])
+    assert losses[0] != losses[1]
+    out = capfd.readouterr().out
+    assert (
+        "(by memory)" in out and "loss chunk: all tokens (the head or its loss was edited)" in out
+    )
 
 
 @pytest.mark.parametrize("name", ["step", "loss", "grad_norm2", "ms"])

@@ -176,11 +176,11 @@ def launch(job: Job, ranks: int, threads: int, children: list) -> None:
 def run_all(jobs: list[Job], args) -> None:
     """Trains side by side, a process and a thread a core. A signal ends the trainings, which save."""
     RUNS.mkdir(parents=True, exist_ok=True)
-    side_by_side = min(args.jobs, len(jobs))
-    threads = max(1, (os.cpu_count() or 1) // side_by_side)
+    # however few are left to train: with other threads a run rounds otherwise
+    threads = max(1, (os.cpu_count() or 1) // args.jobs)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     children = []
-    with ThreadPoolExecutor(side_by_side) as pool:
+    with ThreadPoolExecutor(args.jobs) as pool:
         try:
             list(pool.map(launch, jobs, repeat(args.ranks), repeat(threads), repeat(children)))
         except KeyboardInterrupt:
@@ -275,7 +275,8 @@ def parse_args(argv):
     only = "arms whose name has one of these texts, between semicolons (default: all)"
     add("--only", type=texts, default=[""], help=only)
     jobs = 1 if torch.cuda.is_available() else os.cpu_count() or 1
-    add("--jobs", type=positive_int, default=jobs, help="side by side (default: %(default)s)")
+    side = "trainings side by side, each with its share of the cores (default: %(default)s)"
+    add("--jobs", type=positive_int, default=jobs, help=side)
     add("--ranks", type=positive_int, default=1, help="GPUs of a training (default: %(default)s)")
     panel = "--panel core-extended"
     core = f"also run core_eval.py, with these flags (default: {panel})"

@@ -320,6 +320,8 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
     experiments.main([*gains, "--", *SIZES, *wild])
     text = (here / "results/x.1.md").read_text()
     assert "diverges at step" in text and "decay 0.9" not in text  # which has no run and no source
+    (output,) = here.glob("runs/studies/*.txt")
+    assert "of 1 threads" in output.read_text()  # a lone training has no more than one of many
 
 
 def test_a_failed_training_does_not_stop_the_others(packed, here, capsys):

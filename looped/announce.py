@@ -6,6 +6,7 @@
 import dataclasses
 import shlex
 import sys
+import uuid
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
         "dtype": args.dtype,
         "ranks": place.world,
         "command": shlex.join(["python", program, *sys.argv[1:]]),
+        "id": uuid.uuid4().hex,  # of the run, however often it is continued
         **environment(),
     }
 

@@ -161,10 +161,12 @@ class RunLog:
         if args.wandb:
             import wandb
 
-            # written once: a continued run has the same identity
-            identity = str((run / "config.json").stat().st_mtime_ns)
             self.wandb = wandb.init(
-                project="looped", name=run.name, id=identity, config=config, resume="allow"
+                project="looped",
+                name=run.name,
+                id=config.get("id"),  # a run begun before there were ids gets a new one
+                config=config,
+                resume="allow",
             )
 
     def record(self, entry: dict) -> None:

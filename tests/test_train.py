@@ -560,6 +560,7 @@ def test_rows_that_moved_are_followed_and_others_in_their_place_are_not(base, pa
     rows = shutil.copytree(packed, tmp_path / "rows")
     run = tmp_path / "r"
     here(rows, run, "--stop-at", "5")
+    identity = json.loads((run / "config.json").read_text())["id"]
     moved = rows.rename(tmp_path / "moved")
     rows.mkdir()
     (rows / "tokenizer.json").write_text("another")
@@ -570,6 +571,7 @@ def test_rows_that_moved_are_followed_and_others_in_their_place_are_not(base, pa
     config = json.loads((run / "config.json").read_text())
     found = {config["data"]["path"], config["args"]["data"]}
     assert found == {str(moved)} and config["tokenizer"]["path"].startswith(str(moved))
+    assert config["id"] == identity
     assert all(
         torch.equal(w, weights(base)["model"][name]) for name, w in weights(run)["model"].items()
     )
@@ -676,6 +678,7 @@ def test_faults_from_outside_are_one_line_and_others_are_not(base, capsys):
         (MemoryError(), smaller),
         (torch.OutOfMemoryError("CUDA"), smaller),
         (dist.DistBackendError("NCCL communicator was aborted"), "another rank ended or hangs"),
+        (dist.DistBackendError("NCCL error in: x.cpp:9\nLast error:\nno /dev/shm"), "no /dev/shm"),
         (OSError(28, "No space left on device", "x.pt"), "x.pt: No space left on device"),
     ):
         with pytest.raises(SystemExit, match="1"):

@@ -33,9 +33,9 @@ NETWORK = (
 )
 DEVICES = ("auto", "cuda", "mps", "cpu")
 COMPILE_STEPS = 1500  # from so many on, compiling, which takes minutes, pays on a CPU (LOG.md)
-# How long a rank waits for another (one that dies is noticed at once): before and after training,
-# since one machine may have checksums to read, graphs to compile or a checkpoint to write that
-# another has not; and in training.
+# How long a rank waits for another (one that dies on the same machine is noticed at once): before
+# and after training, since one machine may have checksums to read, graphs to compile or a checkpoint
+# to write that another has not; and in training.
 PREPARING = timedelta(hours=1)
 HANG = timedelta(minutes=5)
 PEAK_FLOPS = {

@@ -102,7 +102,9 @@ def discretise(
 
 @dataclass
 class LoopInputs:
-    """What a loop reads besides its state; tensors of two or more dimensions have rows first."""
+    """What a loop reads besides its state; tensors of two or more dimensions have rows first, those
+    of one have none.
+    """
 
     decay: torch.Tensor | None  # (D,) or (B, T, D), float32
     write: torch.Tensor  # (B, T, D), of the activations' dtype: gain ⊙ (B e), added to the state
@@ -116,7 +118,7 @@ class LoopInputs:
             if isinstance(value, list):
                 changed[name] = [None if x is None else change(x) for x in value]
             else:
-                changed[name] = None if value is None else change(value)
+                changed[name] = change(value) if torch.is_tensor(value) else value
         return type(self)(**changed)
 
     def rows(self, count: int) -> "LoopInputs":
@@ -155,9 +157,11 @@ class Injection(nn.Module):
         """The linear part of a loop: h (B, T, D) -> what the core blocks read."""
         return h + inputs.write
 
-    def finish(self, x, inputs: LoopInputs):
-        """What the core blocks gave, (B, T, D) -> the state after the loop."""
-        return x
+    def finish(self, out, x, h):
+        """The state after the loop: out is what the core blocks made of x, h the state before, (B, T,
+        D) each.
+        """
+        return out
 
     def statistics(self, inputs: LoopInputs, tokens: int) -> dict:
         """What is logged of the inputs that the loops used: sums over tokens."""
@@ -264,8 +268,8 @@ class ConcatInjection(Injection):
 class RawInjection(Injection):
     """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): blocks read e, h does not keep it."""
 
-    def finish(self, x, inputs):
-        return x - inputs.write
+    def finish(self, out, x, h):
+        return h + (out - x)  # out - e would round h where R̄ is 0
 
     def spectra(self):
         return {"rho": 1.0, "carry_norm": 1.0, "write_norm": None}
@@ -321,8 +325,6 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """W' relu²(W x)"""
 
-    matrices = 2
-
     def __init__(self, cfg: "ModelConfig"):
         super().__init__()
         self.fc = Linear(cfg.d_model, cfg.d_mlp)
@@ -334,8 +336,6 @@ class MLP(nn.Module):
 
 class SwiGLU(nn.Module):
     """W' (silu(W x) ⊙ (W'' x))"""
-
-    matrices = 3
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__()
@@ -531,7 +531,9 @@ class ModelConfig:
 
     def block_matmul(self) -> int:
         """Weights of one block that multiply activations; norms, gates and tables are left out."""
-        return 4 * self.d_model**2 + MLPS[self.mlp].matrices * self.d_model * self.d_mlp
+        with torch.device("meta"):
+            block = Block(self, value_gate=False, shift=None)
+        return sum(part.weight.numel() for part in block.modules() if isinstance(part, Linear))
 
     def flops_per_token(self, attention: bool = True) -> float:
         """Training FLOPs per token: looped/flops.py."""
@@ -715,7 +717,7 @@ class Model(nn.Module):
             return self.mechanism.initial(part, std, generator)
         if name.startswith("injection."):
             return self.injection.initial(part, std, generator)
-        if "norm" in name:
+        if part.startswith("norm"):
             return torch.ones(p.shape)
         if name.startswith("ve."):
             return torch.randn(p.shape, generator=generator)
@@ -730,11 +732,14 @@ class Model(nn.Module):
         raise AssertionError(f"{name} has no initial value: add a case for it to Model._initial")
 
     def muon_parameters(self) -> set[str]:
-        """Names of Muon's matrices: attention's q, k, v, o, the MLP's (paper, table of groups)."""
+        """Names of Muon's matrices: weights of attention's q, k, v, o and of the MLP (paper, table of
+        groups).
+        """
         parts = {"q", "k", "v", "o", "fc", "up", "proj"}
         names = set()
         for name, p in self.named_parameters():
-            if name.startswith("blocks.") and name.split(".")[-2] in parts and p.dim() == 2:
+            *_, layer, kind = ("", *name.split("."))
+            if name.startswith("blocks.") and layer in parts and kind == "weight" and p.dim() == 2:
                 names.add(name)
         return names
 
@@ -779,8 +784,8 @@ class Model(nn.Module):
         token) has already taken.
         """
         x = self.injection.inject(h, inputs)
-        x = self.run_blocks(x, self.core_layers, inputs.values, cache)
-        return self.injection.finish(x, inputs)
+        out = self.run_blocks(x, self.core_layers, inputs.values, cache)
+        return self.injection.finish(out, x, h)
 
     def coda(self, h, ids, cache=None):
         """h after the last loop (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""

@@ -76,7 +76,7 @@ from looped.machine import (
     to_device,
 )
 from looped.memory import DEVICE_BATCH, check_memory, fit_memory, settle_chunks
-from looped.randomness import SEED_STATE, sequence_keys
+from looped.randomness import SEED_STATE, generator_states, note_own_draws, sequence_keys
 from looped.run_directory import (
     RunLog,
     begun_config,
@@ -428,7 +428,11 @@ def training_step(
             raise ValueError(
                 f"a statistic is called {min(taken)}, as a field of the log is; rename it"
             )
-        for name, value in (stats | {"loss": loss.detach()}).items():
+        found = stats | {"loss": loss.detach()}
+        if means and means.keys() != found.keys():
+            some = min(means.keys() ^ found.keys())
+            raise ValueError(f"not every micro-batch has the statistic {some}; give it to all")
+        for name, value in found.items():
             shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
             if shape != ():
                 raise ValueError(f"statistic {name} is {shape}; make it a tensor's sum over tokens")
@@ -574,6 +578,7 @@ def awaited_batch(run: Run, step: int, pending: Finished | None):
 def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
     """The training loop; -> the last step: `end`, or where a signal stopped it."""
     args, place = run.args, run.place
+    generators = generator_states(place.device)
     pending = None
     step = first
     while step < end and not run.stopped:
@@ -596,8 +601,9 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
         }
         pending = Finished(entry, from_device(result, place))
         join_writer(wait=False)
-        if step == first + 20:  # from here on a collection would stall all ranks
-            gc.collect()
+        if step == first + 20:
+            note_own_draws(generators, place.device)
+            gc.collect()  # from here on a collection would stall all ranks
             gc.freeze()
             gc.disable()
         save = step % args.save_every == 0 or step == end

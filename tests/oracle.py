@@ -1,5 +1,6 @@
 """
-The network a second time, from the equations alone: float64, one row, one loop, one stream or entry at a time.
+The network and its optimiser a second time, from the equations alone: float64, one row, one loop, one stream or entry,
+one tensor at a time.
 
 Nothing of the product is used. Settings are read from any object with ModelConfig's fields, weights from a dict by the
 parameters' names. Shapes: T tokens, D width; a row has no batch dimension.
@@ -11,6 +12,13 @@ import torch
 
 GOLDEN = 0x9E3779B97F4A7C15
 WORD = (1 << 64) - 1
+POLAR = (  # arXiv 2505.16932
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
 
 
 def split_mix(z: int) -> int:
@@ -136,7 +144,7 @@ class Oracle:
         else:
             x = h + e
         x = self.blocks(x, self.cfg.n_prelude, self.cfg.n_core, ids)
-        return x - e if kind == "none" else x
+        return x - e if kind == "none" else x  # h + what the core adds to h + e
 
     def logits(self, h, ids):
         if "C.weight" in self.w:
@@ -221,3 +229,51 @@ class Oracle:
         for (name, w), grad in zip(self.w.items(), grads, strict=True):
             found[name] = torch.zeros_like(w) if grad is None else grad
         return found
+
+
+class SlowOptimizer:
+    """Clipping to norm 1, Muon for `matrices`, AdamW for the rest.
+
+    weights: {name: tensor}, changed in place.
+    """
+
+    def __init__(self, weights: dict, matrices: set, muon_lr: float, adam_lr: float):
+        self.weights = weights
+        self.matrices = matrices
+        self.muon_lr = muon_lr
+        self.adam_lr = adam_lr
+        self.steps = 0
+        self.first = dict.fromkeys(weights, 0.0)
+        self.second = dict.fromkeys(weights, 0.0)
+
+    @torch.no_grad()
+    def step(self, gradients: dict, lr: float, weight_decay: float, momentum: float):
+        """lr, weight_decay: multiples of the peaks."""
+        self.steps += 1
+        norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
+        for name, w in self.weights.items():
+            g = gradients[name].double() * min(1, 1 / norm)
+            if name in self.matrices:
+                w -= self.muon_lr * lr * self.muon(name, w, g, 0.2 * weight_decay, momentum)
+            else:
+                w -= self.adam_lr * lr * self.adam(name, g)
+
+    def adam(self, name: str, g):
+        self.first[name] = 0.8 * self.first[name] + 0.2 * g
+        self.second[name] = 0.95 * self.second[name] + 0.05 * g**2
+        root = (self.second[name] / (1 - 0.95**self.steps)).sqrt() + 1e-10
+        return self.first[name] / (1 - 0.8**self.steps) / root
+
+    def muon(self, name: str, w, g, weight_decay: float, momentum: float):
+        self.first[name] = momentum * self.first[name] + (1 - momentum) * g
+        u = (1 - momentum) * g + momentum * self.first[name]
+        u = u / (u.norm() * 1.02 + 1e-6)
+        for a, b, c in POLAR:
+            u = a * u + b * u @ u.T @ u + c * u @ u.T @ u @ u.T @ u
+        rows, cols = u.shape
+        mean = (u**2).mean(1 if rows >= cols else 0, keepdim=True)
+        self.second[name] = 0.95 * self.second[name] + 0.05 * mean
+        even = u / self.second[name].clamp(min=1e-10).sqrt()
+        even = even * u.norm() / even.norm().clamp(min=1e-10)
+        decayed = weight_decay * w * (even * w >= 0)
+        return max(1, rows / cols) ** 0.5 * (even + decayed)

@@ -40,6 +40,8 @@ from model import (
     CHOICES,
     INJECTIONS,
     MECHANISMS,
+    MLP,
+    MLPS,
     PRESETS,
     ChunkedCrossEntropy,
     Injection,
@@ -139,6 +141,18 @@ def test_flops_of_the_rdm():
     assert c.flops_per_token(attention=False) == want
 
 
+class Halved(MLP):
+    def __init__(self, cfg):
+        super().__init__(replace(cfg, d_mlp=cfg.d_mlp // 2))
+
+
+def test_flops_are_those_of_the_layers_that_there_are(monkeypatch):
+    usual = SMALL.block_matmul()
+    assert usual == 4 * 16**2 + 2 * 16 * 24
+    monkeypatch.setitem(MLPS, "relu2", Halved)
+    assert SMALL.block_matmul() == usual - 16 * 24
+
+
 # -- the control path --------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +227,15 @@ def test_spectra_equal_numpys():
         assert abs(got["readout_norm"] - np.linalg.norm(w["C.weight"], 2)) < 1e-5
     assert make(n_core=0).spectra()["rho"] is None
     assert set(Injection(SMALL).spectra().values()) == {None}  # one's own says them itself, or none
+
+
+def test_the_raw_loop_keeps_its_state_where_the_core_adds_nothing():
+    """To the last bit: under "hyper" rounding would be a gradient, and AdamW makes any into a step."""
+    model = Model(replace(SMALL, injection="none", state_init="normal"))
+    model.init_weights(0)  # attention and MLP outputs are 0
+    ids, _, keys = token_batch(SMALL)
+    h, inputs = model.enter_loop(ids, keys)
+    assert torch.equal(model.core_step(h, inputs, None), h)
 
 
 # -- the loop and truncated backpropagation ----------------------------------------------------------------------------
@@ -464,6 +487,23 @@ def test_an_injection_draws_its_own_parameters_whatever_their_names(monkeypatch)
     model.init_weights(0)
     for name, p in model.injection.named_parameters():
         assert (p == len(name)).all()
+
+
+class Named(MLP):
+    """With parameters whose names remind of others."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.denormal = torch.nn.Parameter(torch.empty(2, 2))
+        self.proj.factor = torch.nn.Parameter(torch.empty(2, 2))
+
+
+def test_a_parameter_is_what_its_whole_name_says(monkeypatch):
+    monkeypatch.setitem(MLPS, "relu2", Named)
+    model = Model(SMALL)
+    assert not any(name.endswith("factor") for name in model.muon_parameters())
+    with pytest.raises(AssertionError, match="denormal has no initial value"):
+        model.init_weights(0)
 
 
 class FromInput(Model):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from oracle import SlowOptimizer
 
 import muon
 from looped.machine import Place, take_from_first
@@ -50,33 +51,12 @@ def run(steps, **more):
 
 
 def slow_reference(steps):
-    """Float64, one matrix at a time, with an SVD-free but plain-numpy Polar Express."""
-    p = {name: w.detach().double().numpy() for name, w in parameters().items()}
-    first, second = dict.fromkeys(p, 0.0), dict.fromkeys(p, 0.0)
+    p = {name: p.detach().double() for name, p in parameters().items()}
+    slow = SlowOptimizer(p, MATRICES, 8e-3, 4e-3)
     for t in range(1, steps + 1):
-        g = {name: gradient(name, t).double().numpy() for name in p}
-        norm = np.sqrt(sum((x**2).sum() for x in g.values()))
-        lr, weight_decay, momentum = 1 - t / 10, 0.2 * (1 - t / 20), 0.85 + t / 50
-        for name in p:
-            x = g[name] * min(1, 1 / norm)
-            beta = momentum if name in MATRICES else 0.8
-            first[name] = beta * first[name] + (1 - beta) * x
-            if name not in MATRICES:
-                second[name] = 0.95 * second[name] + 0.05 * x**2
-                root = np.sqrt(second[name] / (1 - 0.95**t)) + 1e-10
-                p[name] = p[name] - 4e-3 * lr * first[name] / (1 - 0.8**t) / root
-                continue
-            u = (1 - momentum) * x + momentum * first[name]
-            u = u / (np.linalg.norm(u) * 1.02 + 1e-6)
-            for a, b, c in POLAR_EXPRESS:
-                u = a * u + b * u @ u.T @ u + c * u @ u.T @ u @ u.T @ u
-            rows, cols = u.shape
-            mean = (u**2).mean(axis=1 if rows >= cols else 0, keepdims=True)
-            second[name] = 0.95 * second[name] + 0.05 * mean
-            w = u / np.sqrt(second[name])
-            w *= np.linalg.norm(u) / np.linalg.norm(w)
-            decayed = weight_decay * p[name] * (w * p[name] >= 0)
-            p[name] = p[name] - 8e-3 * lr * max(1, rows / cols) ** 0.5 * (w + decayed)
+        given = rates(t)
+        gradients = {name: gradient(name, t) for name in p}
+        slow.step(gradients, given.lr, given.weight_decay, given.momentum)
     return p
 
 
@@ -84,7 +64,7 @@ def test_step_equals_slow_float64_reference():
     params, _, out = run(5)
     want = slow_reference(5)
     for name, p in params.items():
-        assert np.abs(p.detach().numpy() - want[name]).max() < 2e-5, name
+        assert (p.detach() - want[name]).abs().max() < 2e-5, name
     norm2 = sum((gradient(name, 5).double() ** 2).sum() for name in SHAPES)
     assert abs(out[0] / norm2 - 1) < 1e-5 and out[1:].tolist() == [2.5, 4.0]
 

@@ -107,11 +107,13 @@ def cell(arm: Arm, depth, unit: str) -> str:
 
     stuck: a loss of more than 95 % of the entropy of token frequencies, so little else was learned.
     """
+    diverged = [line["diverged_at"] for line in arm.runs if line["diverged_at"]]
     said = []
+    if diverged:
+        said.append(f"diverges at step {', '.join(map(str, diverged))}")
     for line in arm.runs:
-        if line["diverged_at"]:
-            said.append(f"diverges at step {line['diverged_at']}")
-        elif line["unigram"] and at_mu_rec(line) > 0.95 * line["unigram"]:
+        stuck = line["unigram"] and at_mu_rec(line) > 0.95 * line["unigram"]
+        if stuck and not line["diverged_at"]:
             said.append("stuck")
     losses = losses_of(arm, [depth])[depth]
     spec = ".4f"

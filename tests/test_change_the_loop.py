@@ -148,6 +148,21 @@ DEPTH_LAWS = {
     "loose": loose,""",
     )
 ]
+SUPERVISED = [  # the mean of the losses after each of a row's, or token's, loops with gradient
+    (
+        "        state = self.run_loops(h, inputs, plan)\n"
+        "        loss = self.coda_loss(state.h, ids, targets)\n",
+        """
+        loss = 0.0
+        share = torch.from_numpy(1 / k).view(len(h), -1)
+        for loop, state in zip(plan, self.unroll(h, inputs, plan), strict=True):
+            took = torch.arange(len(h)) < loop.active if loop.live is None else loop.live
+            if loop.gradient:
+                losses = self.token_losses(state.h, ids, targets) * share
+                loss = loss + losses[took].sum()
+""",
+    )
+]
 CHANGES = {
     "a third gain": (GAIN, {"gain": "midpoint"}),
     "selective decay and gain": (SELECTIVE, {"gain": "zoh"}),
@@ -161,6 +176,9 @@ CHANGES = {
     "a depth law": (LAW, {"sampling": "uniform"}),
     "a depth law with a k of its own": (LOOSE, {"sampling": "loose"}),
     "the same, streams": (LOOSE, {"sampling": "loose", "mechanism": "hyper"}),
+    "a loss on several loops": (SUPERVISED, {}),
+    "the same, a k of its own": (LOOSE + SUPERVISED, {"sampling": "loose"}),
+    "the same, a k for each token": (SUPERVISED, {"granularity": "token"}),
     "all of them": (
         GAIN + SELECTIVE + BY_INDEX + MECHANISM + STATISTIC + LAW,
         {"gain": "midpoint", "mechanism": "damped", "sampling": "uniform"},
@@ -224,7 +242,7 @@ def test_a_change_in_one_place_works_everywhere(changed):
     for loops, losses in found.items():
         many = np.full(n.shape, loops)
         with torch.no_grad():
-            total, _ = model.loss(ids, targets, keys, many * 0, many)
+            total, _ = model.loss(ids, targets, keys, many - 1, many * 0 + 1)
         assert abs(losses.sum() - total) < 1e-4
 
     # sampling: token by token with a cache

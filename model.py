@@ -117,8 +117,15 @@ class LoopInputs:
             value = getattr(self, name)
             if isinstance(value, list):
                 changed[name] = [None if x is None else change(x) for x in value]
+            elif torch.is_tensor(value):
+                changed[name] = change(value)
+            elif value is None or isinstance(value, bool | int | float | str):
+                changed[name] = value
             else:
-                changed[name] = change(value) if torch.is_tensor(value) else value
+                kind = type(value).__name__
+                raise TypeError(
+                    f"LoopInputs.{name} is a {kind}; make it a tensor, or a list of them"
+                )
         return type(self)(**changed)
 
     def rows(self, count: int) -> "LoopInputs":
@@ -157,7 +164,7 @@ class Injection(nn.Module):
         """The linear part of a loop: h (B, T, D) -> what the core blocks read."""
         return h + inputs.write
 
-    def finish(self, out, x, h):
+    def finish(self, out, x, h, inputs: LoopInputs):
         """The state after the loop: out is what the core blocks made of x, h the state before, (B, T,
         D) each.
         """
@@ -268,7 +275,7 @@ class ConcatInjection(Injection):
 class RawInjection(Injection):
     """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): blocks read e, h does not keep it."""
 
-    def finish(self, out, x, h):
+    def finish(self, out, x, h, inputs):
         return h + (out - x)  # out - e would round h where R̄ is 0
 
     def spectra(self):
@@ -717,7 +724,7 @@ class Model(nn.Module):
             return self.mechanism.initial(part, std, generator)
         if name.startswith("injection."):
             return self.injection.initial(part, std, generator)
-        if part.startswith("norm"):
+        if isinstance(self.get_submodule(name.rpartition(".")[0]), RMSNorm):
             return torch.ones(p.shape)
         if name.startswith("ve."):
             return torch.randn(p.shape, generator=generator)
@@ -785,7 +792,7 @@ class Model(nn.Module):
         """
         x = self.injection.inject(h, inputs)
         out = self.run_blocks(x, self.core_layers, inputs.values, cache)
-        return self.injection.finish(out, x, h)
+        return self.injection.finish(out, x, h, inputs)
 
     def coda(self, h, ids, cache=None):
         """h after the last loop (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""

@@ -69,14 +69,16 @@ from looped.machine import (
     choose_compile,
     distributed,
     from_device,
+    generator_states,
     leave,
     limit_waiting,
     note_busy_cores,
+    note_own_draws,
     take_from_first,
     to_device,
 )
 from looped.memory import DEVICE_BATCH, check_memory, fit_memory, settle_chunks
-from looped.randomness import SEED_STATE, generator_states, note_own_draws, sequence_keys
+from looped.randomness import SEED_STATE, sequence_keys
 from looped.run_directory import (
     RunLog,
     begun_config,
@@ -612,10 +614,10 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
         if save or due or run.stopped or not place.is_gpu:
             finish_step(run, pending)
             pending = None
-        if step == end or run.stopped:  # the last save may wait long for the one before
-            limit_waiting(place, training=False)
         if save or run.stopped:  # before evaluation, which might fail
+            limit_waiting(place, training=False)  # the write of the save before may take long
             run.save(step)
+            limit_waiting(place, training=step < end and not run.stopped)
         # at --stop-at, measuring is left to the run that continues this one
         if due and not run.stopped and (step < end or step == run.steps):
             measure(run, step)
@@ -725,6 +727,8 @@ def enter_directory(
         args.keep_every = begun["args"].get("keep_every")
     args.keep_every = args.keep_every or 0
     config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
+    if begun:
+        config["id"] = begun.get("id", config["id"])
     newest = prepare_run(folder, begun, config)
     if newest:
         check_last_rows(folder, data, args, step_of(newest))

@@ -33,7 +33,8 @@ def explain(e: Exception, args, progress: dict) -> None:
         advice = less_memory(rows, args.batch_size or 1, world)
         what = f"out of memory with --device-batch-size {rows} ({one_line(e)}); {advice}"
     elif "NCCL error" in str(e):  # this machine's fault (a small /dev/shm, say), or another rank's
-        what = f"NCCL failed here, or another rank ended: {' '.join(str(e).split())}"
+        cause = str(e).partition("Last error:")[2] or str(e)
+        what = f"NCCL failed here, or another rank ended: {' '.join(cause.split())}"
     elif isinstance(e, dist.DistError) or (world > 1 and "gloo" in str(e)):
         # gloo's message, without its place in the source and its advice
         reason = str(e).splitlines()[0].split("] ", 1)[-1].split(". ")[0]

@@ -12,7 +12,6 @@ import math
 import numpy as np
 import torch
 
-from looped.console import note
 from looped.hashes import FACTOR_1, FACTOR_2, GOLDEN, MASK, mix64
 
 # Purposes: streams of different purposes never coincide.
@@ -82,20 +81,3 @@ def signed(factor: int) -> int:
 def logical_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
     """z >> bits with zeros coming in from the left, as of unsigned numbers."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of torch's own generators, which nothing here draws from after the beginning."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def note_own_draws(before: list[torch.Tensor], device: torch.device) -> None:
-    """Says so where training has drawn from torch's generators, as an edited network may."""
-    if not all(map(torch.equal, before, generator_states(device))):
-        note(
-            "the network draws from torch's generator, so micro-batches, ranks and --resume change "
-            "its numbers; make them of keys, as Model.initial_state does"
-        )

@@ -81,6 +81,7 @@ def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
         # the same, but they may have moved
         begun["data"] = config["data"]
         begun["tokenizer"] = config["tokenizer"]
+        begun["id"] = config["id"]
         begun["args"]["data"] = config["args"]["data"]
         config = begun
     elif begun:  # the code may have changed since
@@ -164,7 +165,7 @@ class RunLog:
             self.wandb = wandb.init(
                 project="looped",
                 name=run.name,
-                id=config.get("id"),  # a run begun before there were ids gets a new one
+                id=config["id"],
                 config=config,
                 resume="allow",
             )

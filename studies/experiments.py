@@ -174,7 +174,7 @@ def launch(job: Job, ranks: int, threads: int, children: list) -> None:
 
 
 def run_all(jobs: list[Job], args) -> None:
-    """Trains side by side, a process and a thread a core. A signal ends the trainings, which save."""
+    """Trains side by side, each with its share of the cores. A signal ends the trainings, which save."""
     RUNS.mkdir(parents=True, exist_ok=True)
     # however few are left to train: with other threads a run rounds otherwise
     threads = max(1, (os.cpu_count() or 1) // args.jobs)

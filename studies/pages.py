@@ -110,7 +110,8 @@ def cell(arm: Arm, depth, unit: str) -> str:
     diverged = [line["diverged_at"] for line in arm.runs if line["diverged_at"]]
     said = []
     if diverged:
-        said.append(f"diverges at step {', '.join(map(str, diverged))}")
+        plural = "s" if len(diverged) > 1 else ""
+        said.append(f"diverges at step{plural} {', '.join(map(str, diverged))}")
     for line in arm.runs:
         stuck = line["unigram"] and at_mu_rec(line) > 0.95 * line["unigram"]
         if stuck and not line["diverged_at"]:

@@ -153,13 +153,15 @@ SUPERVISED = [  # the mean of the losses after each of a row's, or token's, loop
         "        state = self.run_loops(h, inputs, plan)\n"
         "        loss = self.coda_loss(state.h, ids, targets)\n",
         """
+        if inputs is None:
+            return self.coda_loss(h, ids, targets), {}
         loss = 0.0
-        share = torch.from_numpy(1 / k).view(len(h), -1)
         for loop, state in zip(plan, self.unroll(h, inputs, plan), strict=True):
             took = torch.arange(len(h)) < loop.active if loop.live is None else loop.live
             if loop.gradient:
-                losses = self.token_losses(state.h, ids, targets) * share
-                loss = loss + losses[took].sum()
+                share = took.numpy() / np.maximum(k, 1)
+                losses = self.token_losses(state.h, ids, targets)
+                loss = loss + (losses * torch.from_numpy(share).view(len(h), -1)).sum()
 """,
     )
 ]
@@ -258,7 +260,22 @@ def test_a_change_in_one_place_works_everywhere(changed):
     assert np.allclose(depth.mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd), means, atol=0.1)
 
 
-@pytest.mark.parametrize("changed", ["all of them", "the same, token depths"], indirect=True)
+@pytest.mark.parametrize("changed", ["a loss on several loops"], indirect=True)
+def test_a_loss_on_several_loops_leaves_the_flat_twins_as_it_is(changed):
+    _, model = changed
+    cfg = model.cfg
+    for flat in ({"n_core": 0}, {"n_core": 0, "n_prelude": 3, "n_coda": 0}):
+        twin = small_model(type(cfg)(**SIZES, **flat))
+        edited = type(model)(twin.cfg).double()
+        edited.load_state_dict(twin.state_dict())
+        edited.dtype = torch.float64
+        inputs = (*token_batch(twin.cfg), N * 0, K * 0)
+        assert torch.equal(edited.loss(*inputs)[0], twin.loss(*inputs)[0])
+
+
+@pytest.mark.parametrize(
+    "changed", ["all of them", "the same, token depths", "a loss on several loops"], indirect=True
+)
 def test_changes_compile(changed):
     torch._dynamo.reset()
     counters.clear()

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import math
+import os
 import subprocess
 import time
 from types import SimpleNamespace
@@ -316,6 +317,8 @@ def test_runs_are_made_once_diverge_and_tell_the_page_what_their_logs_say(packed
         *command[1:],
         "--only",
         "Paper-style, decay 0.447, 20 tokens/parameter, euler",
+        "--jobs",
+        str(os.cpu_count()),
     ]
     experiments.main([*gains, "--", *SIZES, *wild])
     text = (here / "results/x.1.md").read_text()

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_same_gradients, gradients, small_model, token_batch
+from helpers import assert_same_gradients, gradients, run_program, small_model, token_batch
 
-import train
 from looped.depth import sample_depths
 from looped.logs import read_log
 from looped.ops import attend
@@ -33,11 +32,12 @@ def by_products(q, k, v):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_attention_and_its_gradients_are_right_in_bfloat16(rows, heads):
     """Which kernel computes them is torch's choice, and differs by card and version."""
-    shape = (rows, heads, 2048, 128)
+    shape = (rows, 2048, heads, 128)
     generator = torch.Generator().manual_seed(0)
     given = []
-    for _ in range(4):
-        given.append(torch.randn(shape, generator=generator).bfloat16().to(CARD))
+    for _ in range(4):  # laid out as in Attention
+        x = torch.randn(shape, generator=generator).bfloat16().to(CARD)
+        given.append(x.transpose(1, 2))
 
     def results(function, dtype):
         *inputs, g = [x.to(dtype) for x in given]
@@ -94,8 +94,8 @@ def test_a_run_ends_where_the_cpus_does(dtype, packed, tmp_path):
     for name, device in (("there", "cpu"), ("here", CARD)):
         run = tmp_path / name
         place = f"--data {packed} --out {run} --device {device} --eval-tokens 1000"
-        train.main([*sizes.split(), *place.split(), "--compile", "off", "--dtype", dtype])
+        run_program("train.py", *sizes.split(), *place.split(), "--compile=off", "--dtype", dtype)
         losses.append(read_log(run / "log.jsonl").evals[-1]["loss"])
     want, got = losses
     for depth, loss in want.items():
-        assert abs(got[depth] - loss) < 0.02, depth
+        assert abs(got[depth] - loss) < 0.03, depth  # Muon in bfloat16, as on a GPU: 0.007

@@ -168,7 +168,7 @@ def test_a_run_equals_the_oracles(base, packed):
     assert abs(records["train", 1]["decay_max"] - math.sqrt(1 / 5)) < 1e-6
     assert records["train", STEPS]["loss"] < records["train", 1]["loss"] - 0.5
     for name, w in weights(base)["model"].items():
-        assert (w - oracle.w[name]).norm() < 1e-3 * w.norm(), name
+        assert (w - oracle.w[name]).norm() < 2e-3 * w.norm(), name
 
 
 def test_a_batch_is_a_function_of_seed_step_and_sequence(packed):
@@ -563,11 +563,20 @@ def test_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):
     assert_identical(run, base)
 
 
-def test_rows_that_moved_are_followed_and_others_in_their_place_are_not(base, packed, tmp_path):
+def test_rows_that_moved_are_followed_and_others_in_their_place_are_not(
+    base, packed, tmp_path, monkeypatch
+):
     rows = shutil.copytree(packed, tmp_path / "rows")
     run = tmp_path / "r"
     here(rows, run, "--stop-at", "5")
     identity = json.loads((run / "config.json").read_text())["id"]
+    known = []  # what each continuation takes for the run's
+    usual = train.RunLog
+    monkeypatch.setattr(
+        train,
+        "RunLog",
+        lambda run, config, *rest: known.append(config["id"]) or usual(run, config, *rest),
+    )
     moved = rows.rename(tmp_path / "moved")
     rows.mkdir()
     (rows / "tokenizer.json").write_text("another")
@@ -578,7 +587,7 @@ def test_rows_that_moved_are_followed_and_others_in_their_place_are_not(base, pa
     config = json.loads((run / "config.json").read_text())
     found = {config["data"]["path"], config["args"]["data"]}
     assert found == {str(moved)} and config["tokenizer"]["path"].startswith(str(moved))
-    assert config["id"] == identity
+    assert {config["id"], *known} == {identity} and len(known) == 2
     assert all(
         torch.equal(w, weights(base)["model"][name]) for name, w in weights(run)["model"].items()
     )

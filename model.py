@@ -745,8 +745,8 @@ class Model(nn.Module):
         parts = {"q", "k", "v", "o", "fc", "up", "proj"}
         names = set()
         for name, p in self.named_parameters():
-            *_, layer, kind = ("", *name.split("."))
-            if name.startswith("blocks.") and layer in parts and kind == "weight" and p.dim() == 2:
+            path = name.split(".")
+            if path[0] == "blocks" and path[-2] in parts and path[-1] == "weight" and p.dim() == 2:
                 names.add(name)
         return names
 

@@ -727,10 +727,9 @@ def enter_directory(
         args.keep_every = begun["args"].get("keep_every")
     args.keep_every = args.keep_every or 0
     config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
-    if begun:
-        config["id"] = begun.get("id", config["id"])
     newest = prepare_run(folder, begun, config)
     if newest:
+        config["id"] = begun["id"]
         check_last_rows(folder, data, args, step_of(newest))
     return Beginning(config, newest, is_finished(folder, args, cfg, data), dtype_reason)
 

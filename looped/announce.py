@@ -34,7 +34,7 @@ def run_config(args, cfg, params: int, data, steps: int, place: Place) -> dict:
         "dtype": args.dtype,
         "ranks": place.world,
         "command": shlex.join(["python", program, *sys.argv[1:]]),
-        "id": uuid.uuid4().hex,  # of the run, however often it is continued
+        "id": uuid.uuid4().hex,  # kept when the run is continued
         **environment(),
     }
 

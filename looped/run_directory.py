@@ -81,7 +81,7 @@ def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
         # the same, but they may have moved
         begun["data"] = config["data"]
         begun["tokenizer"] = config["tokenizer"]
-        begun["id"] = config["id"]
+        begun.setdefault("id", config["id"])  # older runs have none
         begun["args"]["data"] = config["args"]["data"]
         config = begun
     elif begun:  # the code may have changed since
@@ -163,11 +163,7 @@ class RunLog:
             import wandb
 
             self.wandb = wandb.init(
-                project="looped",
-                name=run.name,
-                id=config["id"],
-                config=config,
-                resume="allow",
+                project="looped", name=run.name, id=config["id"], config=config, resume="allow"
             )
 
     def record(self, entry: dict) -> None:

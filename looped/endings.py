@@ -64,15 +64,31 @@ def catch_signals() -> list[int]:
 
     def catch(number, frame):
         caught.append(number)
-        if number == signal.SIGHUP:  # terminal, or pipe, is gone: writing to it would be an error
-            for stream in (sys.stdout, sys.stderr):
-                if stream and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if number != signal.SIGTERM:
+            leave_readers(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, catch)
     return caught
+
+
+def leave_readers(number: int) -> None:
+    """Writing to a terminal that has closed (SIGHUP) would be an error, and so it would to a pipe,
+    since Ctrl-C (SIGINT) ends its reader, such as `tee`, too. What is still to be said goes to the
+    terminal after Ctrl-C, nowhere after SIGHUP.
+    """
+    other = os.open(os.devnull, os.O_WRONLY)
+    if number == signal.SIGINT:
+        with contextlib.suppress(OSError):  # not started from a terminal
+            other = os.open("/dev/tty", os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        if not stream:
+            continue
+        mode = os.fstat(stream.fileno()).st_mode
+        stays = stat.S_ISREG(mode) or (number == signal.SIGINT and stat.S_ISCHR(mode))
+        if not stays:
+            os.dup2(other, stream.fileno())
 
 
 def save_last_step(run, step: int) -> None:

@@ -1,6 +1,7 @@
 """The trainer as a program: ranks, micro-batches, interruption, matched pairs, refusals."""
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -43,7 +44,7 @@ from looped.core_tasks import load_panel
 from looped.depth import sample_depths, share_out
 from looped.endings import explain
 from looped.files import file_hash, read_checked, write_checked
-from looped.logs import read_run
+from looped.logs import read_log, read_run
 from looped.machine import ONE_PROCESS, Place, environment
 from looped.memory import fit_memory
 from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
@@ -554,6 +555,28 @@ def test_a_terminal_that_closes_costs_no_step(packed, tmp_path):
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
     assert checkpoints(run) and checksum_file(checkpoints(run)[-1]).is_file()
+
+
+def test_ctrl_c_into_a_pipe_saves_and_says_so(packed, tmp_path):
+    """As under `python train.py … | tee log`, whose tee ends first."""
+    run = tmp_path / "r"
+    line = command("train.py", *flags(packed, run, "--tokens", "1e6", "--compile", "off"))
+    log = tmp_path / "log"
+    child, terminal = pty.fork()
+    if child == 0:
+        every = ["--log-every", "1"]
+        os.execve("/bin/sh", ["sh", "-c", f"{shlex.join([*line, *every])} | tee {log}"], ENV)
+    said = b""
+    while b"step      1" not in said:
+        said += os.read(terminal, 4096)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # Linux's way to say that a terminal has ended
+        while b"and saved" not in said:
+            said += os.read(terminal, 4096)
+    os.waitpid(child, 0)
+    (saved,) = checkpoints(run)
+    assert f"stopped after step {step_of(saved)} of" in said.decode()
+    assert len(read_log(run / "log.jsonl").train) == step_of(saved)
 
 
 def test_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):

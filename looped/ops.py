@@ -89,7 +89,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             y = target[i : i + chunk, None]
             p = torch.softmax(x @ w.T, -1, dtype=torch.float32)  # (n, V)
             right = p.gather(1, y).clamp_min(1e-38)  # so a token's loss is 87.5 at most
-            loss -= right.log().sum()
+            # not in place: torch 2.11 compiles that to a gradient of 0 (pytorch issue 180642)
+            loss = loss - right.log().sum()
             p.scatter_add_(1, y, p.new_full(y.shape, -1.0))  # the logits' gradient
             p = p.to(h.dtype)
             dh[i : i + chunk] = p @ w

@@ -59,6 +59,7 @@ from looped.console import (
 from looped.core_tasks import bundle_at, load_panel
 from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
+from looped.edits import marks, note_oddities
 from looped.endings import catch_signals, explain, save_last_step, stop_diverged
 from looped.files import read_checked
 from looped.logs import read_log
@@ -69,11 +70,9 @@ from looped.machine import (
     choose_compile,
     distributed,
     from_device,
-    generator_states,
     leave,
     limit_waiting,
     note_busy_cores,
-    note_own_draws,
     take_from_first,
     to_device,
 )
@@ -580,7 +579,7 @@ def awaited_batch(run: Run, step: int, pending: Finished | None):
 def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
     """The training loop; -> the last step: `end`, or where a signal stopped it."""
     args, place = run.args, run.place
-    generators = generator_states(place.device)
+    before = marks(run.model, place.device)
     pending = None
     step = first
     while step < end and not run.stopped:
@@ -604,7 +603,7 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
         pending = Finished(entry, from_device(result, place))
         join_writer(wait=False)
         if step == first + 20:
-            note_own_draws(generators, place.device)
+            note_oddities(before, run.model, place.device)
             gc.collect()  # from here on a collection would stall all ranks
             gc.freeze()
             gc.disable()

@@ -303,25 +303,6 @@ def from_device(numbers: dict[str, torch.Tensor], place: Place) -> Callable[[], 
     return wait
 
 
-def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of torch's own generators, which nothing here draws from once training begins."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    if device.type == "mps":
-        states.append(torch.mps.get_rng_state())
-    return states
-
-
-def note_own_draws(before: list[torch.Tensor], device: torch.device) -> None:
-    """Says so where training has drawn from torch's generators, as an edited network may."""
-    if not all(map(torch.equal, before, generator_states(device))):
-        note(
-            "the network draws from torch's generator, so micro-batches, ranks and --resume change "
-            "its numbers; make them of keys, as Model.initial_state does"
-        )
-
-
 def set_products(tf32: bool, cudnn: bool, threads: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cuda.enable_cudnn_sdp(cudnn)

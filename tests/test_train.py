@@ -1089,7 +1089,7 @@ def test_a_statistic_of_some_micro_batches_is_refused(packed, tmp_path, monkeypa
 
 def test_a_network_that_draws_from_torchs_generator_is_noted(packed, tmp_path, monkeypatch, capfd):
     here(packed, tmp_path / "plain", "--tokens", "8000")
-    assert "generator" not in capfd.readouterr().err
+    assert not re.search("generator|unchanged", capfd.readouterr().err)
     usual = Model.core_step
 
     def noisy(*given):
@@ -1099,6 +1099,25 @@ def test_a_network_that_draws_from_torchs_generator_is_noted(packed, tmp_path, m
     monkeypatch.setattr(Model, "core_step", noisy)
     here(packed, tmp_path / "noisy", "--tokens", "8000")
     assert "note: the network draws from torch's generator" in capfd.readouterr().err
+
+
+def test_a_parameter_that_nothing_trains_is_noted(packed, tmp_path, monkeypatch, capfd):
+    usual = Model.__init__
+
+    def with_another(model, cfg):
+        usual(model, cfg)
+        model.unused = torch.nn.Parameter(torch.zeros(3))
+
+    initial = Model._initial
+    monkeypatch.setattr(Model, "__init__", with_another)
+    monkeypatch.setattr(
+        Model,
+        "_initial",
+        lambda *a: torch.zeros(3) if a[1] == "unused" else initial(*a),
+    )
+    here(packed, tmp_path / "r", "--tokens", "8000")
+    said = capfd.readouterr().err
+    assert "note: unchanged since training began: unused; no gradient" in said
 
 
 def test_tied_parameters_stay_tied_when_they_begin_with_another_runs_weights(base, packed):

@@ -56,6 +56,7 @@ from looped.machine import (
     exact_products,
     leave,
     network_code,
+    refuse_unlike,
     to_device,
 )
 from looped.randomness import SEED_EVAL, sequence_keys
@@ -429,6 +430,9 @@ def main():
     header["dtype"] = str(model.dtype)[6:]
     header["network_code"] = network_code()  # an edit of model.py is evaluated anew
     header["checkpoint"] = f"{checkpoint.name} {file_hash(checkpoint)}"
+    refuse_unlike(
+        header | {"depth": depths}, place
+    )  # a run in training may have a newer checkpoint
     header["command"] = " ".join(sys.argv)
     header["date"] = datetime.now().isoformat(timespec="seconds")
     if args.panel == "val":

@@ -73,6 +73,8 @@ from looped.machine import (
     leave,
     limit_waiting,
     note_busy_cores,
+    program_code,
+    refuse_unlike,
     take_from_first,
     to_device,
 )
@@ -735,6 +737,9 @@ def enter_directory(
 
 def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> Beginning:
     """What rank 0 found, on all ranks; where it refuses, all end. Settles dtype and keep_every."""
+    alike = vars(args) | dataclasses.asdict(cfg)
+    alike = {flag(name): value for name, value in alike.items() if name not in ("bundle", "data")}
+    refuse_unlike(alike | {"code": program_code()[:16], "rows": data.sha256()[:16]}, place)
     if args.core_every:
         bundle_at(args.bundle, place.rank)  # a fetch may take longer than a collective waits
     told = [None]
@@ -745,10 +750,8 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
         if place.world > 1:
             dist.broadcast_object_list(told)
     (found,) = told
-    if found is None:  # rank 0 has said why
-        sys.exit(2)
-    if data.sha256() != found.config["data"]["sha256"]:
-        fail(f"{data.folder} holds other rows here than on the first machine; copy them from there")
+    if found is None:
+        refuse("rank 0 refused, and said why on its machine; do what it says there")
     args.dtype = found.config["dtype"]
     args.keep_every = found.config["args"]["keep_every"]
     return found

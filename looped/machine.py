@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from looped.console import fail, note, outside
+from looped.console import fail, note, outside, refuse
 from looped.files import file_hash
 
 NETWORK = (
@@ -33,9 +33,10 @@ NETWORK = (
 )
 DEVICES = ("auto", "cuda", "mps", "cpu")
 COMPILE_STEPS = 1500  # from so many on, compiling, which takes minutes, pays on a CPU (LOG.md)
-# How long a rank waits for another (one that dies on the same machine is noticed at once): before
-# and after training, since one machine may have checksums to read, graphs to compile or a checkpoint
-# to write that another has not; and in training.
+# How long a rank waits for another (one that dies is noticed at once, one whose machine is gone is
+# not): until all have met; before and after training, since one machine may have checksums to read,
+# graphs to compile or a checkpoint to write that another has not; and in training.
+MEETING = timedelta(minutes=10)
 PREPARING = timedelta(hours=1)
 HANG = timedelta(minutes=5)
 PEAK_FLOPS = {
@@ -106,8 +107,15 @@ def distributed(name: str) -> Place:
     if world > 1 and not dist.is_initialized():
         # unnamed, a barrier's GPU is (rank modulo the visible GPUs), which may be another card
         gpu = device if device.type == "cuda" else None
-        with outside("ranks cannot meet", "start them with torchrun", ValueError):
-            dist.init_process_group("nccl" if gpu else "gloo", timeout=PREPARING, device_id=gpu)
+        backend = "nccl" if gpu else "gloo"
+        # gloo gives the others the address that the machine's name leads to, often 127.0.1.1
+        advice = "if they are on several machines, name each one's network: GLOO_SOCKET_IFNAME=eth0"
+        with (
+            outside("ranks cannot meet", "start them with torchrun", ValueError),
+            outside("ranks cannot reach each other", advice, () if gpu else RuntimeError),
+        ):
+            dist.init_process_group(backend, timeout=MEETING, device_id=gpu)
+        limit_waiting(Place(rank, world, device), training=False)
     return Place(rank, world, device)
 
 
@@ -116,6 +124,23 @@ def limit_waiting(place: Place, training: bool) -> None:
     if place.world > 1:
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(HANG if training else PREPARING)
+
+
+def refuse_unlike(own: dict, place: Place) -> None:
+    """Ends all ranks where one has other values than the first, by name: each machine has a command
+    line, and may have code and rows, of its own.
+    """
+    if place.world == 1:
+        return
+    all_told = [None] * place.world
+    dist.all_gather_object(all_told, (platform.node(), own))
+    _, first = all_told[0]
+    for rank, (machine, values) in enumerate(all_told):
+        unlike = [name for name in first if values.get(name) != first[name]]
+        if unlike:
+            found = ", ".join(f"{name} {values.get(name)} (there {first[name]})" for name in unlike)
+            advice = "give all machines the same command, code and rows"
+            refuse(f"rank {rank}, on {machine}, is unlike rank 0: {found}; {advice}")
 
 
 def seconds_at_rest(stat: Path = Path("/proc/stat")) -> np.ndarray:

@@ -134,6 +134,29 @@ def wait_for_steps(run, count, processes):
         time.sleep(0.01)
 
 
+def two_machines(*lines):
+    """Command lines of two ranks, each the only one of its machine -> their processes."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    ranks = []
+    for rank, line in enumerate(lines):
+        env = ENV | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env |= {"WORLD_SIZE": "2", "RANK": str(rank)}
+        ranks.append(subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True))
+    return ranks
+
+
+def both_refuse(*lines):
+    """Of two machines: both must end with exit code 2 and one line -> the lines."""
+    errors = []
+    for process in two_machines(*lines):
+        errors += process.communicate(timeout=60)[1].splitlines()
+        assert process.returncode == 2, errors
+    first, second = errors
+    return first, second
+
+
 @pytest.fixture(scope="session")
 def base(packed, tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "the base"
@@ -693,17 +716,10 @@ train.main(sys.argv[1:])
 
 
 def test_when_a_rank_is_killed_the_other_ends_with_one_line(packed, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = ENV | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     line = command(
         "train.py", *flags(packed, tmp_path / "r", "--tokens", "1e6", "--compile", "off")
     )
-    ranks = []
-    for rank in "01":
-        own = env | {"RANK": rank}
-        ranks.append(subprocess.Popen(line, cwd=ROOT, env=own, stderr=subprocess.PIPE, text=True))
+    ranks = two_machines(line, line)
     wait_for_steps(tmp_path / "r", 4, ranks)
     ranks[0].kill()
     error = ranks[1].communicate(timeout=60)[1].strip()
@@ -869,18 +885,27 @@ def test_a_stream_lengthened_after_a_runs_first_epoch_is_refused(packed, tmp_pat
     here(rows, run, *length, "--resume", "--stop-at", epoch + 1)
 
 
-def test_every_rank_has_the_rows_of_the_first(packed, tmp_path):
-    script = tmp_path / "other_rows.py"
-    script.write_text(f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import dataloader, train
-if os.environ["RANK"] == "1":
-    dataloader.PackedData.sha256 = lambda self: "0" * 64
-train.main(sys.argv[1:])
-""")
-    out = go(packed, tmp_path / "r", ranks=2, script=script, check=False)
-    assert out.returncode and "holds other rows here than on the first machine" in out.stderr
+def test_machines_with_other_flags_code_or_rows_are_refused_by_all(packed, tmp_path):
+    for file in ("train.py", "model.py", "muon.py", "dataloader.py", "core_eval.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    shutil.copytree(ROOT / "looped", tmp_path / "looped")
+    with open(tmp_path / "model.py", "a") as code:
+        code.write("# edited on one machine\n")
+    rows = shutil.copytree(packed, tmp_path / "rows")
+    manifest = read_checked(rows / "manifest.json")
+    write_checked(rows / "manifest.json", manifest | {"long_docs": "other"})
+    line = command("train.py", *flags(packed, tmp_path / "r"))
+    other = command(tmp_path / "train.py", *flags(rows, tmp_path / "r", "--seed", "1"))
+    first, second = both_refuse(line, other)
+    wanted = r"error: rank 1, on .+, is unlike rank 0: --seed 1 \(there 0\), code .+, rows .+; give"
+    assert re.match(wanted, first) and first == second
+    assert not (tmp_path / "r").exists()
+
+
+def test_on_a_machine_without_rank_0_one_line_says_where_the_reason_is(packed, base):
+    line = command("train.py", *flags(packed, base))
+    first, second = both_refuse(line, line)
+    assert "add --resume" in first and "rank 0 refused, and said why on its machine" in second
 
 
 def test_a_run_begun_again_leaves_the_steps_of_before_out(packed, tmp_path, capfd):

@@ -18,6 +18,7 @@ import faulthandler
 import gc
 import math
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Callable
@@ -815,8 +816,10 @@ def train(args, progress: dict) -> None:
     else:
         evaluate(run, steps, final=True)
     leave(place)
-    if data.caught and (step < steps or run.stopped):
-        sys.exit(128 + data.caught[0])
+    if run.stopped or (data.caught and step < steps):
+        # also a rank that got no signal, or the torchrun of its machine would take this for the end
+        # of the run, and wait for the other machines' for five minutes
+        sys.exit(128 + [*data.caught, signal.SIGTERM][0])
 
 
 def main(argv=None):

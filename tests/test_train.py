@@ -908,6 +908,19 @@ def test_on_a_machine_without_rank_0_one_line_says_where_the_reason_is(packed, b
     assert "add --resume" in first and "rank 0 refused, and said why on its machine" in second
 
 
+def test_a_signal_to_one_machine_ends_all_as_a_signal_would(packed, tmp_path):
+    run = tmp_path / "r"
+    line = command("train.py", *flags(packed, run, "--tokens", "1e6", "--compile", "off"))
+    ranks = two_machines(line, line)
+    wait_for_steps(run, 4, ranks)
+    ranks[1].send_signal(signal.SIGTERM)
+    for process in ranks:
+        assert process.communicate(timeout=60)[1] == ""
+        assert process.returncode == 128 + signal.SIGTERM
+    last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+    assert checkpoints(run)[-1].name == f"step_{last['step']:07d}.pt"
+
+
 def test_a_run_begun_again_leaves_the_steps_of_before_out(packed, tmp_path, capfd):
     run = tmp_path / "r"
     here(packed, run, "--stop-at", "5")

@@ -49,6 +49,9 @@ def lock(folder):
         except BlockingIOError:
             advice = "wait for it, or name another with --out"
             fail(f"{folder} is being used by another process; {advice}")
+        except OSError as e:  # Lustre without -o flock, NFS without its lock service
+            advice = "mount it with locks, or name a folder elsewhere with --out"
+            fail(f"{folder} is on a file system without file locks ({e.strerror}); {advice}")
         yield
 
 

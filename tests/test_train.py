@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import functools
 import json
 import math
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import time
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
@@ -902,6 +904,17 @@ def test_machines_with_other_flags_code_or_rows_are_refused_by_all(packed, tmp_p
     assert not (tmp_path / "r").exists()
 
 
+def test_ranks_that_never_meet_end_in_one_line(monkeypatch, capsys):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    for name, value in (place | {"RANK": "0", "WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine, "MEETING", timedelta(seconds=1))
+    words = ("ranks cannot reach each other", "1/2 clients joined", "GLOO_SOCKET_IFNAME")
+    refused(capsys, lambda: machine.distributed("cpu"), *words)
+
+
 def test_on_a_machine_without_rank_0_one_line_says_where_the_reason_is(packed, base):
     line = command("train.py", *flags(packed, base))
     first, second = both_refuse(line, line)
@@ -1027,6 +1040,13 @@ def test_directories_that_are_something_else_are_refused(base, packed, tmp_path,
     refused(capsys, lambda: here(rows, tmp_path / "x"), "not the tokenizer of these rows")
     inside = packed / "manifest.json" / "r"
     refused(capsys, lambda: here(packed, inside), "the run directory is")
+
+
+def test_a_file_system_without_locks_is_named(packed, tmp_path, monkeypatch, capsys):
+    flock = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    monkeypatch.setattr("fcntl.flock", flock)
+    words = (f"{tmp_path}/r is on a file system without file locks", "No locks available")
+    refused(capsys, lambda: here(packed, tmp_path / "r"), *words)
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(packed, tmp_path, capsys):

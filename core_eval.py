@@ -430,9 +430,8 @@ def main():
     header["dtype"] = str(model.dtype)[6:]
     header["network_code"] = network_code()  # an edit of model.py is evaluated anew
     header["checkpoint"] = f"{checkpoint.name} {file_hash(checkpoint)}"
-    refuse_unlike(
-        header | {"depth": depths}, place
-    )  # a run in training may have a newer checkpoint
+    # a run in training may have got a newer checkpoint between two ranks
+    refuse_unlike(header | {"depth": depths}, place)
     header["command"] = " ".join(sys.argv)
     header["date"] = datetime.now().isoformat(timespec="seconds")
     if args.panel == "val":

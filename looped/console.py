@@ -61,10 +61,13 @@ def run_cli(main):
         # would fault them in again: a tenth of a step's time on a CPU.
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-    # packed rows keep a file open for every shard, and many systems begin with 1,024 at most
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # packed rows keep a file open for every shard, and many systems begin with 1,024 at most, macOS
+    # with 256: there "unlimited" is refused, and 10,240 is what its manual promises (OPEN_MAX)
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limit in (most, max(now, 10_240)):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+            break
     if sys.stdout:  # not where it was closed
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:

@@ -50,6 +50,24 @@ def test_more_files_than_a_shell_begins_with_can_be_open(tmp_path):
     assert done.stdout == "300\n", done.stderr
 
 
+def test_where_the_system_caps_what_it_calls_unlimited_more_files_can_be_open(monkeypatch):
+    """As macOS does."""
+    limits = [256, 2**63 - 1]
+
+    def setrlimit(which, new):
+        if new[0] > 10_240:
+            raise ValueError("current limit exceeds maximum limit")
+        limits[:] = new
+
+    monkeypatch.setattr(console.resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(console.resource, "setrlimit", setrlimit)
+    console.run_cli(lambda: None)
+    assert limits == [10_240, 2**63 - 1]
+    limits[:] = [20_000, 2**63 - 1]
+    console.run_cli(lambda: None)
+    assert limits[0] == 20_000
+
+
 def test_waiting_has_an_end(capsys):
     asked = []
 

@@ -85,7 +85,9 @@ def leave_readers(number: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if not stream:
             continue
-        mode = os.fstat(stream.fileno()).st_mode
+        mode = 0
+        with contextlib.suppress(OSError):  # macOS takes a terminal from all who have it open
+            mode = os.fstat(stream.fileno()).st_mode
         stays = stat.S_ISREG(mode) or (number == signal.SIGINT and stat.S_ISCHR(mode))
         if not stays:
             os.dup2(other, stream.fileno())

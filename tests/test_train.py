@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -602,6 +603,22 @@ def test_ctrl_c_into_a_pipe_saves_and_says_so(packed, tmp_path):
     (saved,) = checkpoints(run)
     assert f"stopped after step {step_of(saved)} of" in said.decode()
     assert len(read_log(run / "log.jsonl").train) == step_of(saved)
+
+
+def test_a_terminal_that_was_taken_away_costs_no_step():
+    """As macOS does when its session ends: what asks about it fails, like one that was closed."""
+    program = (
+        "import os, signal, sys, torch\n"
+        "from looped.endings import catch_signals\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "caught = catch_signals()\n"
+        "os.close(1), os.close(2)\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\n"
+        "print('a step', flush=True)\n"
+        "sys.exit(caught != [signal.SIGHUP])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=ENV, capture_output=True)
+    assert done.returncode == 0 and not done.stdout
 
 
 def test_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):

@@ -50,6 +50,7 @@ from looped.core_tasks import BUNDLE, OWN_TASK, PANELS, Panel, bundle_at, load_p
 from looped.depth import refuse_too_deep
 from looped.files import file_hash, turn
 from looped.machine import (
+    DEVICES,
     ONE_PROCESS,
     Place,
     distributed,
@@ -312,6 +313,12 @@ def parse_args():
         choices=["v1", "v2"],
         help="chance: the paper's, or DCLM's of 2025-09 (default: v1)",
     )
+    add(
+        "--device",
+        default="auto",
+        choices=DEVICES,
+        help="auto: an NVIDIA GPU, else, for one process, an Apple GPU, else the CPU",
+    )
     args = p.parse_args()
     for choice in (args.panel, args.protocol):
         for name in WITHOUT_EFFECT.get(choice, ()):
@@ -416,7 +423,7 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
 
 def main():
     args = parse_args()
-    place = distributed("auto")
+    place = distributed(args.device)
     model, enc, config = open_run(args.run, place.device)
     if args.depth and not model.cfg.n_core:
         fail("the model has no loop; leave --depth out")

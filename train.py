@@ -241,7 +241,7 @@ def parse_args(argv=None, prog="train.py", about=__doc__):
     unchanged = "none of these changes a result beyond rounding"
     add = parser.add_argument_group("machine", unchanged).add_argument
     add("--device", default="auto", choices=DEVICES,
-        help="auto: an NVIDIA GPU, else an Apple GPU, else the CPU")
+        help="auto: an NVIDIA GPU, else, for one process, an Apple GPU, else the CPU")
     add("--device-batch-size", type=positive_int,
         help=f"sequences per forward pass and device (default: {DEVICE_BATCH}, or what is found to "
              "fit)")

@@ -70,14 +70,17 @@ class Place(NamedTuple):
 ONE_PROCESS = Place(0, 1, torch.device("cpu"))  # alone, on the CPU
 
 
-def pick_device(name: str) -> str:
-    """The device of that name, which must be here; auto: an NVIDIA GPU, an Apple GPU, or the CPU."""
+def pick_device(name: str, processes: int = 1) -> str:
+    """The device of that name, which must be here; auto: an NVIDIA GPU, for a single process an Apple
+    GPU, or the CPU.
+    """
     here = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
     if name == "auto":
+        here["mps"] &= processes == 1  # it is one GPU
         return next(kind for kind, found in here.items() if found)
     if not here[name]:
         fail(f"--device {name}: torch finds none here; try --device cpu")
@@ -89,7 +92,7 @@ def distributed(name: str) -> Place:
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(pick_device(name))
+    device = torch.device(pick_device(name, world))
     if device.type == "mps" and world > 1:
         fail("--device mps is one GPU; start one process, or --device cpu")
     if device.type == "cuda":

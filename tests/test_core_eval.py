@@ -1077,6 +1077,21 @@ def test_baselines_v2_are_those_scores_are_centred_by(run, start):
     assert entry["centered"]["mean"] == pytest.approx(wanted)
 
 
+def test_the_device_can_be_chosen_as_the_ranks_are_told(monkeypatch):
+    asked = []
+
+    def distributed(name):
+        asked.append(name)
+        sys.exit()
+
+    monkeypatch.setattr(ce, "distributed", distributed)
+    for flags in ([], ["--device", "cpu"]):
+        monkeypatch.setattr(sys, "argv", ["core_eval.py", "x", *flags])
+        with pytest.raises(SystemExit):
+            ce.main()
+    assert asked == ["auto", "cpu"]
+
+
 def test_dclms_shots_do_not_follow_the_seeds(enc, monkeypatch):
     seeds = set()
     real = ce.encode_task

@@ -1342,6 +1342,14 @@ def test_a_device_that_is_not_there_is_refused(packed, tmp_path, capsys, monkeyp
         refused(capsys, lambda n=name: here(packed, tmp_path / "r", "--device", n), words)
 
 
+def test_several_processes_do_not_share_an_apple_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert machine.pick_device("auto") == "mps" and machine.pick_device("auto", 2) == "cpu"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(capsys, lambda: machine.distributed("mps"), "is one GPU", "--device cpu")
+
+
 @pytest.mark.parametrize("name", ["--muon-lr", "--momentum-warmup", "--weight-decay"])
 def test_muons_flags_are_refused_with_adamw(name, capsys):
     for given in (["--optimizer", "adamw"], ["--preset", "rdm-nano"]):

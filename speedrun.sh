@@ -140,12 +140,14 @@ else
 fi
 
 launch=("$PY")
-[ "$NPROC" -gt 1 ] && launch=("$PY" -m torch.distributed.run --standalone "--nproc_per_node=$NPROC")
+# --local-addr: the machine's own name need not resolve, as a Mac's often does not
+[ "$NPROC" -gt 1 ] && launch=("$PY" -m torch.distributed.run --standalone --local-addr=localhost "--nproc_per_node=$NPROC")
+device=auto
+[ "$GPUS" -gt 0 ] || device=cpu # where trainings side by side have a core each
 train_arm() { # in the background, for its exec. flat: the network without its loop; else a gain
     local network=(--preset "$PRESET" --gain "$1")
     [ "$1" = flat ] && network=(--preset "transformer-${PRESET#parcae-}")
-    [ "$GPUS" -gt 0 ] || network+=(--device cpu) # where trainings side by side have a core each
-    exec "${launch[@]}" train.py "${network[@]}" --data "$ROWS" --out "$OUT/$1" --seed "$SEED" --tokens "$RECIPE_TOKENS" --resume
+    exec "${launch[@]}" train.py "${network[@]}" --device "$device" --data "$ROWS" --out "$OUT/$1" --seed "$SEED" --tokens "$RECIPE_TOKENS" --resume
 }
 arms=()
 trainings=()
@@ -184,7 +186,7 @@ failed=0
 if [ "$GPUS" -gt 0 ] || [ -n "$BUNDLE" ] || [ -f data/eval_bundle.zip ]; then # on a CPU a reduced panel, a few minutes
     for run in "${arms[@]}"; do
         say "CORE: $run"
-        "${launch[@]}" core_eval.py "$run" ${BUNDLE:+--bundle "$BUNDLE"} \
+        "${launch[@]}" core_eval.py "$run" --device "$device" ${BUNDLE:+--bundle "$BUNDLE"} \
             $([ "$GPUS" -gt 0 ] || echo --max-per-task 20 --seeds 1234) || failed=$?
     done
 else
@@ -193,7 +195,7 @@ fi
 
 for run in "${arms[@]}"; do
     say "sample: $run"
-    "$PY" -m tools.sample "$run" --prompt="$PROMPT" --max-tokens 64 | tee "$run/sample.txt"
+    "$PY" -m tools.sample "$run" --device "$device" --prompt="$PROMPT" --max-tokens 64 | tee "$run/sample.txt"
 done
 
 say "report"
@@ -202,6 +204,6 @@ set -- $ARMS
 network=(--preset "$PRESET" --gain "$1")
 [ "$1" = flat ] && network=(--preset "transformer-${PRESET#parcae-}")
 echo "next: change the loop in model.py, then train and compare with the same data and seed:"
-echo " $(printf ' %q' "${launch[@]}" train.py "${network[@]}" --data "$ROWS" --seed "$SEED" --tokens "$RECIPE_TOKENS" --out runs/mine)"
+echo " $(printf ' %q' "${launch[@]}" train.py "${network[@]}" --device "$device" --data "$ROWS" --seed "$SEED" --tokens "$RECIPE_TOKENS" --out runs/mine)"
 echo " $(printf ' %q' "$PY" -m tools.report "$OUT/$1" runs/mine --out runs/mine)"
 exit "$failed"

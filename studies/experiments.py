@@ -152,8 +152,8 @@ def launcher(ranks: int) -> list[str]:
     """What starts a script on so many ranks."""
     if ranks == 1:
         return [sys.executable]
-    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}"
-    return [sys.executable, *torchrun.split()]
+    torchrun = "-m torch.distributed.run --standalone --local-addr=localhost"  # as in speedrun.sh
+    return [sys.executable, *torchrun.split(), f"--nproc_per_node={ranks}"]
 
 
 def launch(job: Job, ranks: int, threads: int, children: list) -> None:

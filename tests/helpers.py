@@ -43,7 +43,8 @@ def command(script, *arguments, ranks=1):
     """The command line of a script (a path under ROOT, or `-m module`), under torchrun where ranks > 1."""
     launch = []
     if ranks > 1:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        local = ["--standalone", "--local-addr=localhost"]  # as in speedrun.sh
+        launch = ["-m", "torch.distributed.run", *local, f"--nproc_per_node={ranks}"]
     program = script.split() if str(script).startswith("-m ") else [str(ROOT / script)]
     return [sys.executable, *launch, *program, *map(str, arguments)]
 

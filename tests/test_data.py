@@ -301,6 +301,7 @@ def test_ctrl_c_ends_packing_without_a_word(send, folder, tokenizer, tmp_path):
         assert (process.returncode, said) == (130, b""), delay
 
 
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux tells a process's children")
 def test_a_killed_worker_ends_packing_in_one_line(folder, tokenizer, tmp_path):
     make_long(folder)
     process = start(folder, tokenizer, tmp_path / "out", "--workers", "2")

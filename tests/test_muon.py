@@ -1,5 +1,7 @@
 """The optimiser against float64 formulas, torch's AdamW, and itself on other numbers of ranks."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -227,7 +229,10 @@ def worker(rank, world, folder, large):
 @pytest.mark.parametrize("large", [20, muon.LARGE])
 def test_ranks_equal_one(world, large, tmp_path):
     """Where they share the update, and where each does all of it."""
-    mp.start_processes(worker, (world, tmp_path, large), nprocs=world, start_method="fork")
+    # macOS ends forked processes in which a library of its own begins, as gloo's look for the host
+    # makes one; elsewhere spawning would only take longer
+    start = "spawn" if sys.platform == "darwin" else "fork"
+    mp.start_processes(worker, (world, tmp_path, large), nprocs=world, start_method=start)
     one, many = updated(), torch.load(tmp_path / "out.pt", weights_only=True)
     for name in SHAPES:
         assert torch.allclose(many["weights"][name], one["weights"][name], atol=2e-6), name

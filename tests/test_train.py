@@ -741,7 +741,9 @@ def test_when_a_rank_is_killed_the_other_ends_with_one_line(packed, tmp_path):
     ranks = two_machines(line, line)
     wait_for_steps(tmp_path / "r", 4, ranks)
     ranks[0].kill()
-    error = ranks[1].communicate(timeout=60)[1].strip()
+    said = ranks[1].communicate(timeout=60)[1].splitlines()
+    # torch warns where the machine's own name does not resolve, as a Mac's often does not
+    error = "\n".join(line for line in said if not line.startswith("[W"))
     ranks[0].communicate()
     assert ranks[1].returncode == 1
     wanted = r"error: rank 1 of 2, after step \d+: another rank ended .*--resume continues"

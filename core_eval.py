@@ -317,7 +317,7 @@ def parse_args():
         "--device",
         default="auto",
         choices=DEVICES,
-        help="auto: an NVIDIA GPU, else, for one process, an Apple GPU, else the CPU",
+        help="auto: an NVIDIA GPU or the CPU; mps, an Apple GPU, is untried",
     )
     args = p.parse_args()
     for choice in (args.panel, args.protocol):

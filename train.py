@@ -4,7 +4,7 @@ Trains a looped language model, or its flat baseline, on packed rows of tokens.
     python train.py                                                        # the small model, CPU
     python train.py --preset parcae-140m --gain zoh --data data/fineweb-edu-v32768/rows-2048-crop
     torchrun --standalone --nproc_per_node=8 train.py --preset parcae-140m ...
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py …
+    torchrun --nnodes=2 --node-rank=0 --master-addr=FIRST --nproc_per_node=8 train.py ...  # and 1
 
 What a step sees (rows, depths, initial states) depends only on (seed, step, sequence in the step),
 not on the number of ranks or the micro-batch size: --batch-size is the optimiser's batch,
@@ -241,7 +241,7 @@ def parse_args(argv=None, prog="train.py", about=__doc__):
     unchanged = "none of these changes a result beyond rounding"
     add = parser.add_argument_group("machine", unchanged).add_argument
     add("--device", default="auto", choices=DEVICES,
-        help="auto: an NVIDIA GPU, else, for one process, an Apple GPU, else the CPU")
+        help="auto: an NVIDIA GPU or the CPU; mps, an Apple GPU, is untried")
     add("--device-batch-size", type=positive_int,
         help=f"sequences per forward pass and device (default: {DEVICE_BATCH}, or what is found to "
              "fit)")

@@ -70,9 +70,9 @@ class Place(NamedTuple):
 ONE_PROCESS = Place(0, 1, torch.device("cpu"))  # alone, on the CPU
 
 
-def pick_device(name: str, processes: int = 1) -> str:
-    """The device of that name, which must be here; auto: an NVIDIA GPU, for a single process an Apple
-    GPU, or the CPU.
+def pick_device(name: str) -> str:
+    """The device of that name, which must be here; auto: an NVIDIA GPU or the CPU. An Apple GPU is
+    taken only where it is asked for: nothing has been tried on one.
     """
     here = {
         "cuda": torch.cuda.is_available(),
@@ -80,8 +80,7 @@ def pick_device(name: str, processes: int = 1) -> str:
         "cpu": True,
     }
     if name == "auto":
-        here["mps"] &= processes == 1  # it is one GPU
-        return next(kind for kind, found in here.items() if found)
+        return "cuda" if here["cuda"] else "cpu"
     if not here[name]:
         fail(f"--device {name}: torch finds none here; try --device cpu")
     return name
@@ -92,7 +91,7 @@ def distributed(name: str) -> Place:
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(pick_device(name, world))
+    device = torch.device(pick_device(name))
     if device.type == "mps" and world > 1:
         fail("--device mps is one GPU; start one process, or --device cpu")
     if device.type == "cuda":

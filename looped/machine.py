@@ -125,7 +125,9 @@ def limit_waiting(place: Place, training: bool) -> None:
     """Once all ranks are here: how long one waits for another from now on."""
     if place.world > 1:
         dist.barrier()
-        dist.distributed_c10d._set_pg_timeout(HANG if training else PREPARING)
+        c10d = dist.distributed_c10d
+        set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # until torch 2.13
+        set_timeout(HANG if training else PREPARING)
 
 
 def refuse_unlike(own: dict, place: Place) -> None:

@@ -86,7 +86,9 @@ def run_cli(main):
         if isinstance(e, Exception):
             traceback.print_exc()
         code = e.code if isinstance(e, SystemExit) else 1
-        sys.stdout.flush()
+        if sys.stdout:
+            with contextlib.suppress(OSError):  # its reader may have ended
+                sys.stdout.flush()
         os._exit(130 if interrupted else code)
 
 

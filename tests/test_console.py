@@ -68,6 +68,21 @@ def test_where_the_system_caps_what_it_calls_unlimited_more_files_can_be_open(mo
     assert limits[0] == 20_000
 
 
+@pytest.mark.parametrize("closed", ["sys.stdout = None", "print('x'); os.close(1)"])
+def test_ctrl_c_without_a_standard_output_ends_without_a_word(closed):
+    program = (
+        "import os, signal, sys\n"
+        "from looped.console import run_cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def main():\n"
+        f"    {closed}\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "run_cli(main)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 def test_waiting_has_an_end(capsys):
     asked = []
 

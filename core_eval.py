@@ -406,6 +406,7 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     panel = load_panel(bundle, args.panel, protocol, args.max_per_task, args.task)
     for label, why in panel.missing.items():
         place.say(f"left out: {label}: {why}")
+    refuse_unlike({"bundle": panel.sha256}, place)  # it may be at another path
     header |= {"bundle_sha256": panel.sha256, "missing": panel.missing}
     kept = earlier(path, header) if place.rank == 0 else {}
     done = tasks_done(kept, panel, settings)
@@ -438,7 +439,8 @@ def main():
     header["network_code"] = network_code()  # an edit of model.py is evaluated anew
     header["checkpoint"] = f"{checkpoint.name} {file_hash(checkpoint)}"
     # a run in training may have got a newer checkpoint between two ranks
-    refuse_unlike(header | {"depth": depths}, place)
+    own = [task.label for task in args.task]
+    refuse_unlike(header | {"depth": depths, "task": own}, place)
     header["command"] = " ".join(sys.argv)
     header["date"] = datetime.now().isoformat(timespec="seconds")
     if args.panel == "val":

@@ -1092,6 +1092,18 @@ def test_the_device_can_be_chosen_as_the_ranks_are_told(monkeypatch):
     assert asked == ["auto", "cpu"]
 
 
+def test_ranks_compare_what_decides_their_work(start, tmp_path, monkeypatch):
+    """With other tasks, or a bundle of other rows, they would wait for each other or mix scores."""
+    told = {}
+    monkeypatch.setattr(ce, "refuse_unlike", lambda own, place: told.update(own))
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"query": "a", "gold": 0, "choices": ["b", "c"]}')
+    start("--task", f"{mine}:mc", "--max-per-task", "1", "--depth", "2", "--seeds", "1")
+    assert told["task"] == [ce.own_task(f"{mine}:mc").label] and told["depth"] == [2]
+    assert told["bundle"] == file_hash(tmp_path / "b.zip")
+    assert {"checkpoint", "network_code", "dtype", "seeds", "max_per_task"} <= told.keys()
+
+
 def test_dclms_shots_do_not_follow_the_seeds(enc, monkeypatch):
     seeds = set()
     real = ce.encode_task

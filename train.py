@@ -60,7 +60,7 @@ from looped.console import (
 from looped.core_tasks import bundle_at, load_panel
 from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
-from looped.edits import marks, note_oddities
+from looped.edits import Watch
 from looped.endings import catch_signals, explain, save_last_step, stop_diverged
 from looped.files import read_checked
 from looped.logs import read_log
@@ -582,7 +582,7 @@ def awaited_batch(run: Run, step: int, pending: Finished | None):
 def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
     """The training loop; -> the last step: `end`, or where a signal stopped it."""
     args, place = run.args, run.place
-    before = marks(run.model, place.device)
+    watch = Watch(run.model, place.device)
     pending = None
     step = first
     while step < end and not run.stopped:
@@ -606,7 +606,7 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
         pending = Finished(entry, from_device(result, place))
         join_writer(wait=False)
         if step == first + 20:
-            note_oddities(before, run.model, place.device)
+            watch.note_oddities()
             gc.collect()  # from here on a collection would stall all ranks
             gc.freeze()
             gc.disable()

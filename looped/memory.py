@@ -187,7 +187,8 @@ def head_gradients(model, x, targets, chunk: int) -> dict[str, torch.Tensor]:
     """The loss of states x (N, D) by chunks of so many, and its gradient for x and every parameter
     that has one.
     """
-    leaves = {"x": x.clone().requires_grad_(), **dict(model.named_parameters())}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    leaves = {"x": x.clone().requires_grad_(), **trained}
     before = model.loss_chunk
     model.loss_chunk = chunk
     loss = model.head_loss(leaves["x"], targets)

@@ -54,7 +54,7 @@ from looped.randomness import SEED_EVAL, SEED_STATE, sequence_key
 from looped.run_directory import CHANGEABLE, begun_config, decisive, is_finished
 from looped.settings import eval_depths, ramp_steps, settle, settle_optimizer
 from looped.tokenizer import load_tokenizer, save_tokenizer
-from model import PRESETS, Model, ModelConfig, load_run, setting
+from model import MLP, PRESETS, Model, ModelConfig, load_run, setting
 from muon import AdamW, Muon, Optimizer
 
 STEPS = 12
@@ -1166,7 +1166,7 @@ def test_a_statistic_of_some_micro_batches_is_refused(packed, tmp_path, monkeypa
 
 def test_a_network_that_draws_from_torchs_generator_is_noted(packed, tmp_path, monkeypatch, capfd):
     here(packed, tmp_path / "plain", "--tokens", "8000")
-    assert not re.search("generator|unchanged", capfd.readouterr().err)
+    assert not re.search("generator|gradient", capfd.readouterr().err)
     usual = Model.core_step
 
     def noisy(*given):
@@ -1178,11 +1178,13 @@ def test_a_network_that_draws_from_torchs_generator_is_noted(packed, tmp_path, m
     assert "note: the network draws from torch's generator" in capfd.readouterr().err
 
 
-def test_a_parameter_that_nothing_trains_is_noted(packed, tmp_path, monkeypatch, capfd):
+def test_parameters_that_no_gradient_reaches_are_noted(packed, tmp_path, monkeypatch, capfd):
+    """Muon's matrices too, which its weight decay shrinks, but not what an edit keeps as it is."""
     usual = Model.__init__
 
     def with_another(model, cfg):
         usual(model, cfg)
+        model.blocks[0].norm1.requires_grad_(False)
         model.unused = torch.nn.Parameter(torch.zeros(3))
 
     initial = Model._initial
@@ -1192,9 +1194,13 @@ def test_a_parameter_that_nothing_trains_is_noted(packed, tmp_path, monkeypatch,
         "_initial",
         lambda *a: torch.zeros(3) if a[1] == "unused" else initial(*a),
     )
-    here(packed, tmp_path / "r", "--tokens", "8000")
-    said = capfd.readouterr().err
-    assert "note: unchanged since training began: unused; no gradient" in said
+    here(packed, tmp_path / "one", "--tokens", "8000")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("note: no gradient has reached unused so far")
+    forward = MLP.forward
+    monkeypatch.setattr(MLP, "forward", lambda mlp, x: x + 0 * forward(mlp, x))
+    here(packed, tmp_path / "both of each MLP", "--tokens", "8000")
+    assert "has reached unused and 6 more so far" in capfd.readouterr().err
 
 
 def test_tied_parameters_stay_tied_when_they_begin_with_another_runs_weights(base, packed):

@@ -494,6 +494,7 @@ def open_evaluation(run: Run) -> None:
     run.held_out = HeldOut(run.data, sizes, args.eval_tokens)
     if args.core_every:
         run.panel = load_panel(bundle_at(args.bundle), limit=CORE_EXAMPLES)
+        refuse_unlike({"bundle": run.panel.sha256}, place)  # it may be at another path
 
 
 def evaluate(run: Run, step: int, final: bool = False) -> None:

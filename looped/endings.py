@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import stat
 import sys
@@ -74,13 +75,13 @@ def catch_signals() -> list[int]:
 
 
 def leave_readers(number: int) -> None:
-    """Writing to a terminal that has closed (SIGHUP) would be an error, and so it would to a pipe,
-    since Ctrl-C (SIGINT) ends its reader, such as `tee`, too. What is still to be said goes to the
-    terminal after Ctrl-C, nowhere after SIGHUP.
+    """Writing to a terminal that has closed (SIGHUP) would be an error, and so it would to a pipe whose
+    reader, such as `tee`, Ctrl-C (SIGINT) has ended, too. What is still to be said goes to the terminal
+    after Ctrl-C, nowhere after SIGHUP.
     """
     other = os.open(os.devnull, os.O_WRONLY)
     if number == signal.SIGINT:
-        with contextlib.suppress(OSError):  # not started from a terminal
+        with contextlib.suppress(OSError):  # torchrun's processes have none
             other = os.open("/dev/tty", os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         if not stream:
@@ -88,9 +89,20 @@ def leave_readers(number: int) -> None:
         mode = 0
         with contextlib.suppress(OSError):  # macOS takes a terminal from all who have it open
             mode = os.fstat(stream.fileno()).st_mode
-        stays = stat.S_ISREG(mode) or (number == signal.SIGINT and stat.S_ISCHR(mode))
+        stays = stat.S_ISREG(mode)
+        if number == signal.SIGINT:
+            stays = stays or stat.S_ISCHR(mode) or is_read(stream.fileno())
         if not stays:
             os.dup2(other, stream.fileno())
+
+
+def is_read(pipe: int) -> bool:
+    """Whether it still has a reader half a second after Ctrl-C, which may have reached both. One that
+    a program sends (`kill -INT`) reaches this process alone.
+    """
+    poll = select.poll()
+    poll.register(pipe, 0)  # for its end alone
+    return not poll.poll(500)
 
 
 def save_last_step(run, step: int) -> None:

@@ -607,13 +607,18 @@ def test_ctrl_c_into_a_pipe_saves_and_says_so(packed, tmp_path):
     assert len(read_log(run / "log.jsonl").train) == step_of(saved)
 
 
+SIGNALLED = """
+import os, signal, sys, torch
+from looped.endings import catch_signals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+caught = catch_signals()
+"""
+
+
 def test_a_terminal_that_was_taken_away_costs_no_step():
     """As macOS does when its session ends: what asks about it fails, like one that was closed."""
     program = (
-        "import os, signal, sys, torch\n"
-        "from looped.endings import catch_signals\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-        "caught = catch_signals()\n"
+        f"{SIGNALLED}"
         "os.close(1), os.close(2)\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"
         "print('a step', flush=True)\n"
@@ -621,6 +626,30 @@ def test_a_terminal_that_was_taken_away_costs_no_step():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=ENV, capture_output=True)
     assert done.returncode == 0 and not done.stdout
+
+
+@pytest.mark.parametrize("reader", ["lives", "has ended"])
+def test_without_a_terminal_sigint_loses_only_words_that_nobody_reads(reader):
+    """As torchrun's processes have none; `tee` ends by the Ctrl-C that it passes on, others live."""
+    program = (
+        f"{SIGNALLED}"
+        "os.read(0, 1)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print('a step', flush=True)\n"
+        "sys.exit(caught != [signal.SIGINT])\n"
+    )
+    line = [sys.executable, "-c", program]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    child = subprocess.Popen(line, cwd=ROOT, env=ENV, start_new_session=True, **pipes)
+    said = b""
+    if reader == "has ended":
+        child.stdout.close()
+    child.stdin.write(b"x")
+    child.stdin.close()
+    if reader == "lives":
+        said = child.stdout.read()
+    assert child.wait(timeout=60) == 0
+    assert said == (b"a step\n" if reader == "lives" else b"")
 
 
 def test_a_damaged_checkpoint_is_passed_over(base, packed, tmp_path, capfd):

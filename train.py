@@ -4,7 +4,8 @@ Trains a looped language model, or its flat baseline, on packed rows of tokens.
     python train.py                                                        # the small model, CPU
     python train.py --preset parcae-140m --gain zoh --data data/fineweb-edu-v32768/rows-2048-crop
     torchrun --standalone --nproc_per_node=8 train.py --preset parcae-140m ...
-    torchrun --nnodes=2 --node-rank=0 --master-addr=FIRST --nproc_per_node=8 train.py ...  # and 1
+    torchrun --nnodes=2 --node-rank=0 --master-addr=FIRST --nproc_per_node=8 train.py ...
+        (on the second node --node-rank=1)
 
 What a step sees (rows, depths, initial states) depends only on (seed, step, sequence in the step),
 not on the number of ranks or the micro-batch size: --batch-size is the optimiser's batch,

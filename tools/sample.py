@@ -170,7 +170,8 @@ def parse_args(argv):
     add("--max-tokens", type=positive_int, default=128, help="tokens to add (default: %(default)s)")
     add("--num", type=positive_int, default=1, help="samples of each prompt (default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
-    add("--device", default="auto", choices=DEVICES, help="auto: a GPU if there is one")
+    add("--device", default="auto", choices=DEVICES,
+        help="auto: an NVIDIA GPU or the CPU; mps, an Apple GPU, is untried")  # fmt: skip
     return parser.parse_args(argv)
 
 

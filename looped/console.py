@@ -68,8 +68,11 @@ def run_cli(main):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
             break
-    if sys.stdout:  # not where it was closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
+    # Where one was closed, the next file to be opened would get its number, and what libraries write.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
         try:
             main()
@@ -86,9 +89,8 @@ def run_cli(main):
         if isinstance(e, Exception):
             traceback.print_exc()
         code = e.code if isinstance(e, SystemExit) else 1
-        if sys.stdout:
-            with contextlib.suppress(OSError):  # its reader may have ended
-                sys.stdout.flush()
+        with contextlib.suppress(OSError):  # its reader may have ended
+            sys.stdout.flush()
         os._exit(130 if interrupted else code)
 
 

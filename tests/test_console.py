@@ -68,19 +68,24 @@ def test_where_the_system_caps_what_it_calls_unlimited_more_files_can_be_open(mo
     assert limits[0] == 20_000
 
 
-@pytest.mark.parametrize("closed", ["sys.stdout = None", "print('x'); os.close(1)"])
-def test_ctrl_c_without_a_standard_output_ends_without_a_word(closed):
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_neither_fail_nor_give_their_number_to_a_file(closed, tmp_path):
     program = (
-        "import os, signal, sys\n"
+        "import faulthandler, os, signal, sys\n"
         "from looped.console import run_cli\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def main():\n"
-        f"    {closed}\n"
+        "    faulthandler.enable(sys.__stderr__)\n"
+        "    file = open(sys.argv[1], 'w')\n"
+        "    print(file.fileno() > 2, file=file, flush=True)\n"
+        "    print('nowhere'), os.write(1, b'nowhere'), os.write(2, b'nowhere')\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "run_cli(main)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
-    assert (done.returncode, done.stderr) == (130, b"")
+    line = f'exec "{sys.executable}" -c "$0" "$1" {closed}'
+    file = tmp_path / "file"
+    done = subprocess.run(["bash", "-c", line, program, file], cwd=ROOT, capture_output=True)
+    assert (done.returncode, file.read_text()) == (130, "True\n"), done.stderr
 
 
 def test_waiting_has_an_end(capsys):

@@ -151,11 +151,18 @@ BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
 # write a rule as in muon.py, a function here, and its line in OPTIMIZERS.
 
 
+def trained_parameters(model: Model) -> list[tuple]:
+    """(name, parameter) of all but the frozen ones (`requires_grad_(False)`), which weight decay
+    would change too.
+    """
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
 def muon_groups(model: Model, args, compiled: bool) -> list:
     """Muon for the blocks' matrices, AdamW for the rest."""
     matrices = model.muon_parameters()
     stacked, rest = [], []
-    for name, p in model.named_parameters():
+    for name, p in trained_parameters(model):
         (stacked if name in matrices else rest).append((name, p))
     muon = Muon(args.muon_lr, args.weight_decay, compile=compiled)
     return [(AdamW(args.adam_lr, compile=compiled), rest), (muon, stacked)]
@@ -164,7 +171,7 @@ def muon_groups(model: Model, args, compiled: bool) -> list:
 def adamw_groups(model: Model, args, compiled: bool) -> list:
     """AdamW for everything, without epsilon, updates clipped per tensor: as the RDM is trained."""
     rule = AdamW(args.adam_lr, betas=(0.9, 0.95), eps=0.0, update_clip=True, compile=compiled)
-    return [(rule, list(model.named_parameters()))]
+    return [(rule, trained_parameters(model))]
 
 
 OPTIMIZERS = {"muon": muon_groups, "adamw": adamw_groups}
@@ -742,7 +749,8 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
     """What rank 0 found, on all ranks; where it refuses, all end. Settles dtype and keep_every."""
     alike = vars(args) | dataclasses.asdict(cfg)
     alike = {flag(name): value for name, value in alike.items() if name not in ("bundle", "data")}
-    refuse_unlike(alike | {"code": program_code()[:16], "rows": data.sha256()[:16]}, place)
+    alike |= {"torch": torch.__version__, "code": program_code()[:16], "rows": data.sha256()[:16]}
+    refuse_unlike(alike, place)
     if args.core_every:
         bundle_at(args.bundle, place.rank)  # a fetch may take longer than a collective waits
     told = [None]

@@ -230,7 +230,7 @@ def program_code() -> str:
     """A hash of the source that decides a training's numbers, and of little else."""
     root = Path(__file__).parents[1]
     files = [root / name for name in ("train.py", "model.py", "muon.py", "dataloader.py")]
-    return file_hash(*files, *sorted((root / "looped").glob("*.py")))
+    return file_hash(*files, *sorted((root / "looped").glob("[!.]*.py")))  # no editor's lock
 
 
 def note_other_code(run: Path, config: dict) -> None:

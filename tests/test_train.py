@@ -1232,6 +1232,27 @@ def test_parameters_that_no_gradient_reaches_are_noted(packed, tmp_path, monkeyp
     assert "has reached unused and 6 more so far" in capfd.readouterr().err
 
 
+def test_what_an_edit_freezes_stays_as_it_is(packed, tmp_path, monkeypatch):
+    """Also a matrix of Muon's, which its weight decay would shrink, and when the run is continued."""
+    usual = Model.__init__
+
+    def frozen(model, cfg):
+        usual(model, cfg)
+        model.blocks[0].mlp.fc.requires_grad_(False)
+        model.wte.requires_grad_(False)
+
+    monkeypatch.setattr(Model, "__init__", frozen)
+    run = tmp_path / "r"
+    here(packed, run, "--stop-at", "6")
+    here(packed, run, "--resume")
+    model, cfg, _ = load_run(run)
+    begun = Model(cfg)
+    begun.init_weights(0)
+    before = dict(begun.named_parameters())
+    same = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    assert same == {"blocks.0.mlp.fc.weight", "wte.weight"}
+
+
 def test_tied_parameters_stay_tied_when_they_begin_with_another_runs_weights(base, packed):
     model = Model(load_run(base)[1])
     tables = list(model.ve.values())

@@ -19,7 +19,6 @@ import faulthandler
 import gc
 import math
 import os
-import signal
 import sys
 import zlib
 from collections.abc import Callable
@@ -62,7 +61,7 @@ from looped.core_tasks import bundle_at, load_panel
 from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
 from looped.edits import Watch
-from looped.endings import catch_signals, explain, save_last_step, stop_diverged
+from looped.endings import catch_signals, exit_by_signal, explain, save_last_step, stop_diverged
 from looped.files import read_checked
 from looped.logs import read_log
 from looped.machine import (
@@ -827,9 +826,7 @@ def train(args, progress: dict) -> None:
         evaluate(run, steps, final=True)
     leave(place)
     if run.stopped or (data.caught and step < steps):
-        # also a rank that got no signal, or the torchrun of its machine would take this for the end
-        # of the run, and wait for the other machines' for five minutes
-        sys.exit(128 + [*data.caught, signal.SIGTERM][0])
+        exit_by_signal(data.caught)
 
 
 def main(argv=None):

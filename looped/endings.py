@@ -117,7 +117,14 @@ def save_last_step(run, step: int) -> None:
         run.save(step)
         join_writer()
     if run.data.caught:
-        sys.exit(128 + run.data.caught[0])
+        exit_by_signal(run.data.caught)
+
+
+def exit_by_signal(caught: list[int]) -> None:
+    """Also of a rank that got no signal itself: with exit code 0 the torchrun of its machine would take
+    this for the end of the run, and wait for the other machines' for five minutes.
+    """
+    sys.exit(128 + (caught[0] if caught else signal.SIGTERM))
 
 
 def stop_diverged(run, step: int) -> None:

@@ -84,8 +84,6 @@ def leave_readers(number: int) -> None:
         with contextlib.suppress(OSError):  # torchrun's processes have none
             other = os.open("/dev/tty", os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        if not stream:
-            continue
         mode = 0
         with contextlib.suppress(OSError):  # macOS takes a terminal from all who have it open
             mode = os.fstat(stream.fileno()).st_mode
@@ -121,8 +119,8 @@ def save_last_step(run, step: int) -> None:
 
 
 def exit_by_signal(caught: list[int]) -> None:
-    """Also of a rank that got no signal itself: with exit code 0 the torchrun of its machine would take
-    this for the end of the run, and wait for the other machines' for five minutes.
+    """Ends this rank with its signal's exit code, or SIGTERM's if only another rank got one: at a 0 the
+    torchrun of its machine would take the run for finished, and wait five minutes for the others.
     """
     sys.exit(128 + (caught[0] if caught else signal.SIGTERM))
 

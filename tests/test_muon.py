@@ -229,8 +229,7 @@ def worker(rank, world, folder, large):
 @pytest.mark.parametrize("large", [20, muon.LARGE])
 def test_ranks_equal_one(world, large, tmp_path):
     """Where they share the update, and where each does all of it."""
-    # macOS ends forked processes in which a library of its own begins, as gloo's look for the host
-    # makes one; elsewhere spawning would only take longer
+    # macOS ends a forked process that looks up its host, as gloo does; elsewhere forking is faster
     start = "spawn" if sys.platform == "darwin" else "fork"
     mp.start_processes(worker, (world, tmp_path, large), nprocs=world, start_method=start)
     one, many = updated(), torch.load(tmp_path / "out.pt", weights_only=True)

@@ -36,12 +36,12 @@ from looped.console import (
     DAMAGE,
     Parser,
     counts,
-    fail,
     flag,
     numbers,
     one_line,
     outside,
     positive_int,
+    refuse,
     run_cli,
 )
 from looped.core_prompts import EncodedTask, Example, Option, encode_task
@@ -60,7 +60,7 @@ from looped.machine import (
     refuse_unlike,
     to_device,
 )
-from looped.randomness import SEED_EVAL, sequence_keys
+from looped.randomness import FOR_EVAL, hash_keys
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
 from looped.workers import one_ahead
@@ -129,7 +129,7 @@ def score_batch(model, task, depths, seed, device, batch: list[list[Option]]):
     padding is inert, as all is causal.
     """
     examples = [row[0].example for row in batch]
-    keys = sequence_keys(seed, SEED_EVAL, task.index, each=examples)  # one for all options
+    keys = hash_keys(seed, FOR_EVAL, task.index, each=examples)  # one for all options
     made = [*fill_batch(batch), keys]
     ids, at, targets, keys = [to_device(x, device) for x in made]
     found = []
@@ -202,9 +202,8 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, di
     """
     place = settings.place
     scores = score_rows(model, work, settings, seed)
-    table = torch.zeros(len(settings.depths), len(COLUMNS), len(work.groups), dtype=torch.float64)
-    for at, of_depth in enumerate(table.numpy()):
-        columns = dict(zip(COLUMNS, of_depth))
+    table = np.zeros((len(settings.depths), len(COLUMNS), len(work.groups)))
+    for at in range(len(settings.depths)):
         for example in work.examples:
             if work.task.kind == "lm":
                 found = decide_lm(example, scores, at)
@@ -213,12 +212,13 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> dict[int, di
             found["correct"] = found["answer"] == example.gold
             found |= dict.fromkeys(example.odd, 1)
             for name, value in found.items():
-                columns[name][example.number] = value
+                table[at, COLUMNS.index(name), example.number] = value
     if place.world > 1:
-        table = table.to(place.device)
-        dist.all_reduce(table)
+        told = torch.from_numpy(table).to(place.device)
+        dist.all_reduce(told)
+        table = told.cpu().numpy()
     results = {}
-    for depth, of_depth in zip(settings.depths, table.cpu().numpy()):
+    for depth, of_depth in zip(settings.depths, table):
         if not np.isfinite(of_depth).all():
             why = "training diverged, or that is too deep"
             raise NotFiniteError(f"the model's answer at depth {depth} is not finite: {why}")
@@ -323,9 +323,9 @@ def parse_args():
     for choice in (args.panel, args.protocol):
         for name in WITHOUT_EFFECT.get(choice, ()):
             if getattr(args, name):
-                fail(f"{flag(name)} has no effect on {choice}; leave it out")
+                refuse(f"{flag(name)} has no effect on {choice}; leave it out")
     if args.panel == "own" and not args.task:
-        fail("--panel own needs a --task; give one, or leave --panel out")
+        refuse("--panel own needs a --task; give one, or leave --panel out")
     args.protocol = args.protocol or "parcae"
     args.baselines = args.baselines or "v1"
     args.seeds = args.seeds or PROTOCOLS[args.protocol]
@@ -342,10 +342,10 @@ def open_run(run, device):
         known = config["tokenizer"]["sha256"]
         source = config["tokenizer"]["path"]
     except (FileNotFoundError, RuntimeError, *DAMAGE) as e:
-        fail(f"{run}: {one_line(e)}; name a run with a checkpoint, made by this code")
+        refuse(f"{run}: {one_line(e)}; name a run with a checkpoint, made by this code")
     if not path.is_file() or file_hash(path) != known:
         mend = f"copy {source} there, or import the weights again"
-        fail(f"{path} is not there, or not the tokenizer of the checkpoint; {mend}")
+        refuse(f"{path} is not there, or not the tokenizer of the checkpoint; {mend}")
     return model, load_tokenizer(path), config
 
 
@@ -359,12 +359,12 @@ def validation(model, enc, config, settings: Settings) -> dict:
     data = PackedData(folder)
     of_run = data.manifest["tokenizer_sha256"] == config["tokenizer"]["sha256"]
     if not of_run or data.seq_len > model.cfg.seq_len:
-        fail(
+        refuse(
             f"{data.folder} does not fit the run; pack it with its tokenizer.json, "
             f"--seq-len {model.cfg.seq_len}"
         )
     if known not in (None, data.sha256()):
-        fail(f"{data.folder} holds other rows than those of the run; pack those again")
+        refuse(f"{data.folder} holds other rows than those of the run; pack those again")
     rank, world, device = settings.place
     sizes = torch.from_numpy(token_bytes(enc)).to(device)
     held_out = HeldOut(data, sizes, math.inf)
@@ -372,7 +372,7 @@ def validation(model, enc, config, settings: Settings) -> dict:
     records = {}
     for depth, loss, bpb in zip(settings.depths, found["loss"].values(), found["bpb"].values()):
         if not math.isfinite(loss):
-            fail(f"the loss at depth {depth} is {loss}: training diverged, or that is too deep")
+            refuse(f"the loss at depth {depth} is {loss}: training diverged, or that is too deep")
         score = {"name": "validation loss", "tasks_done": 1, "tasks_total": 1}
         score |= {"mean": loss, "std": 0.0, "bpb": bpb}
         records[depth] = {"aggregate": score, "tasks": {}}
@@ -418,7 +418,7 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
                     kept.setdefault(depth, {})[label] = entry
                 merge(path, header, panel, kept)
     except NotFiniteError as e:
-        fail(str(e))
+        refuse(str(e))
     return merge(path, header, panel, kept) if place.rank == 0 else {}
 
 
@@ -427,7 +427,7 @@ def main():
     place = distributed(args.device)
     model, enc, config = open_run(args.run, place.device)
     if args.depth and not model.cfg.n_core:
-        fail("the model has no loop; leave --depth out")
+        refuse("the model has no loop; leave --depth out")
     depths = args.depth or [model.cfg.mu_rec]  # 0 without a loop
     refuse_too_deep("--depth", depths)
     settings = Settings(depths, args.seeds, place, args.baselines)
@@ -438,8 +438,8 @@ def main():
     header["dtype"] = str(model.dtype)[6:]
     header["network_code"] = network_code()  # an edit of model.py is evaluated anew
     header["checkpoint"] = f"{checkpoint.name} {file_hash(checkpoint)}"
-    # a run in training may have got a newer checkpoint between two ranks
     own = [task.label for task in args.task]
+    # a run in training may have got a newer checkpoint between two ranks
     refuse_unlike(header | {"depth": depths, "task": own}, place)
     header["command"] = " ".join(sys.argv)
     header["date"] = datetime.now().isoformat(timespec="seconds")

@@ -41,8 +41,8 @@ PATIENCE = 1800.0  # seconds that a download or a packing in progress may stand 
 
 
 def tokenized(unit, enc, settings, counts):
-    """Yields each document's tokens after a BOS; to be split, a longer one is rows and a rest, each
-    after a BOS.
+    """Yields each document's tokens after a BOS. With long_docs "split", a document longer than a row
+    is cut into rows, each after a BOS.
     """
     for text in corpus.texts(unit, counts):
         ids = encode(enc, text)
@@ -261,7 +261,7 @@ def finish(folder, settings, entries):
         fail(f"too little {split} text: {row}; add text, or try a smaller --seq-len")
     counts = Counter()
     for entry in train:
-        counts.update(entry.get("counts", {}))  # earlier versions wrote none
+        counts.update(entry["counts"])
     tokens = rows * settings["seq_len"]
     nats = unigram_entropy(folder, val, train, settings["vocab_size"])
     save_manifest(folder, settings, entries, tokens=tokens, counts=counts, unigram_entropy=nats)

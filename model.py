@@ -58,7 +58,7 @@ from looped.ops import (
     shift_values,
     spectral_norm,
 )
-from looped.randomness import SEED_INIT, hashed_normal, sequence_key
+from looped.randomness import FOR_INIT, hash_key, hashed_normal
 
 # -------------------------------------------------------------------------------------------------
 # The linear path of a loop
@@ -108,7 +108,7 @@ class LoopInputs:
 
     decay: torch.Tensor | None  # (D,) or (B, T, D), float32
     write: torch.Tensor  # (B, T, D), of the activations' dtype: gain ⊙ (B e), added to the state
-    values: list  # (B, T, D) or None for each core layer: rows of its value table
+    value_rows: list  # (B, T, D) or None for each core layer: rows of its value table
 
     def map(self, change: Callable) -> "LoopInputs":
         """A copy with change(x) in place of every tensor x."""
@@ -503,6 +503,8 @@ class ModelConfig:
             raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
         if self.mu_bwd == 0:
             self.mu_bwd = math.ceil(self.mu_rec / 2)
+        if not 0 < self.ssm_decay < 1:
+            raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, excluded")
         if self.mu_bwd > self.mu_rec:
             raise ValueError(
                 f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}"
@@ -523,8 +525,6 @@ class ModelConfig:
             raise ValueError(
                 "--token-shift needs a first and a last layer outside the loop; try --no-token-shift"
             )
-        if not 0 < self.ssm_decay < 1:
-            raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, excluded")
 
     def n_layer(self) -> int:
         return self.n_prelude + self.n_core + self.n_coda
@@ -706,7 +706,7 @@ class Model(nn.Module):
         """
         for name, p in self.named_parameters():
             own = name.removeprefix("injection.")
-            key = sequence_key(seed, SEED_INIT, *own.encode())
+            key = hash_key(seed, FOR_INIT, *own.encode())
             generator = torch.Generator().manual_seed(key & 0x7FFFFFFFFFFFFFFF)
             value = self._initial(name, p, generator)
             if value.shape != p.shape:
@@ -755,8 +755,8 @@ class Model(nn.Module):
     def prelude(self, ids, cache=None):
         """ids (B, T) -> e (B, T, D), the prelude's output."""
         x = self.wte(ids).to(self.residual_dtype or self.dtype)
-        values = self.value_rows(ids, self.prelude_layers)
-        x = self.run_blocks(x, self.prelude_layers, values, cache)
+        value_rows = self.value_rows(ids, self.prelude_layers)
+        x = self.run_blocks(x, self.prelude_layers, value_rows, cache)
         return x if self.norm_e is None else self.norm_e(x)
 
     def initial_state(self, e, keys, positions=None):
@@ -780,9 +780,9 @@ class Model(nn.Module):
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
         if decay is not None and decay.element_size() < 4:
             raise TypeError(f"decay is {decay.dtype}, where 0.999 is 1; compute it in float32")
-        values = self.value_rows(ids, self.core_layers)
+        value_rows = self.value_rows(ids, self.core_layers)
         positions = None if cache is None else cache.positions
-        inputs = LoopInputs(decay, write, values)
+        inputs = LoopInputs(decay, write, value_rows)
         return self.initial_state(e, keys, positions), inputs
 
     def core_step(self, h, inputs: LoopInputs, index, cache=None):
@@ -791,26 +791,26 @@ class Model(nn.Module):
         token) has already taken.
         """
         x = self.injection.inject(h, inputs)
-        out = self.run_blocks(x, self.core_layers, inputs.values, cache)
+        out = self.run_blocks(x, self.core_layers, inputs.value_rows, cache)
         return self.injection.finish(out, x, h, inputs)
 
     def coda(self, h, ids, cache=None):
         """h after the last loop (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""
         if self.C is not None:
             h = self.C(h.to(self.dtype)).to(h.dtype)
-        values = self.value_rows(ids, self.coda_layers)
-        x = self.run_blocks(h, self.coda_layers, values, cache)
+        value_rows = self.value_rows(ids, self.coda_layers)
+        x = self.run_blocks(h, self.coda_layers, value_rows, cache)
         return self.norm_f(x).to(self.dtype)
 
     def value_rows(self, ids, layers: range) -> list:
         """Value-table rows of the tokens for each of these layers: (B, T, D), None where there is
         no table.
         """
-        rows = []
+        value_rows = []
         for layer in layers:
             name = str(layer)
-            rows.append(self.ve[name](ids).to(self.dtype) if name in self.ve else None)
-        return rows
+            value_rows.append(self.ve[name](ids).to(self.dtype) if name in self.ve else None)
+        return value_rows
 
     def run_blocks(self, x, layers: range, value_rows: list, cache=None):
         """These layers, each with its entry of value_rows, applied to x (B, T, D).
@@ -823,9 +823,9 @@ class Model(nn.Module):
             sin = self.sin[: x.size(1)].to(self.dtype)
         else:
             cos, sin = cache.cos, cache.sin
-        for layer, rows in zip(layers, value_rows, strict=True):
+        for layer, own in zip(layers, value_rows, strict=True):
             attention = attend if cache is None else functools.partial(cache.attend, layer)
-            x = self.blocks[layer](x, cos, sin, rows, attention)
+            x = self.blocks[layer](x, cos, sin, own, attention)
         return x
 
     def rotary(self, positions):
@@ -916,20 +916,11 @@ class Model(nn.Module):
 
         return propose
 
-    def run_loops(self, h, inputs: LoopInputs | None, plan: Iterable[Loop]) -> LoopState:
-        """The state after the last loop of a plan."""
-        state = LoopState(self.mechanism, h, h)
-        if inputs is None:
-            return state
-        for state in self.unroll(h, inputs, plan):  # noqa: B007
-            pass
-        return state
-
     def loss(self, ids, targets, keys, n, k):
         """Summed cross-entropy of a micro-batch under truncated backpropagation through depth
         (paper, algorithm 2).
 
-        ids, targets (B, T) int64; keys (B,) int64 from `sequence_key`; n, k int arrays (B,) (or (B,
+        ids, targets (B, T) int64; keys (B,) int64 from `hash_key`; n, k int arrays (B,) (or (B,
         T)) from `sample_depths`. Returns the loss sum in nats, and `statistics`.
         """
         n, k = np.asarray(n), np.asarray(k)
@@ -945,7 +936,10 @@ class Model(nn.Module):
         if not self.mechanism.can_wait and any(loop.live is not None for loop in plan):
             name = self.cfg.mechanism
             raise ValueError(f"--mechanism {name} needs a law of depths whose rows loop together")
-        state = self.run_loops(h, inputs, plan)
+        state = LoopState(self.mechanism, h, h)  # of a model without a loop
+        if inputs is not None:
+            for state in self.unroll(h, inputs, plan):  # noqa: B007
+                pass
         loss = self.coda_loss(state.h, ids, targets)
         return loss, self.statistics(state, inputs)
 

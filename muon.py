@@ -318,25 +318,28 @@ class Optimizer:
         return buffer
 
     @torch.no_grad()
-    def step(self, rates: Rates, sums: torch.Tensor) -> torch.Tensor:
-        """One update. sums: a 1-d float32 tensor of sums to add up over the ranks, the loss first.
+    def step(self, rates: Rates, own: dict) -> dict:
+        """One update. own: this rank's "loss", and other scalars on the device.
 
-        Returns a device tensor [squared gradient norm before clipping, summed sums …]. If the norm
-        or the loss is not finite, no rank changes anything. Nothing here waits for the device.
+        Returns "grad_norm2", the squared gradient norm before clipping, and the sums of `own` over
+        the ranks, on the device. If the norm or the loss is not finite, no rank changes anything.
+        Nothing here waits for the device.
         """
+        sums = torch.stack(list(own.values()))
         if self.shards > 1:
             self._reduce_shards()
         elif self.world > 1:
             sums = self._sum_all(sums)
         squares = torch.stack([buffer.g.square().sum() for _, buffer in self.buffers])
-        out = torch.cat([squares.sum()[None], sums])
+        totals = torch.cat([squares.sum()[None], sums])
         if self.shards > 1:
-            dist.all_reduce(out)
-        finite = torch.isfinite(out[:2]).all()
+            dist.all_reduce(totals)
+        out = dict(zip(["grad_norm2", *own], totals, strict=True))
+        finite = torch.isfinite(out["grad_norm2"]) & torch.isfinite(out["loss"])
         ok = finite.float()
         self.steps += ok
         step = self.steps.clamp(min=1)
-        norm = out[0].sqrt()
+        norm = out["grad_norm2"].sqrt()
         scale = torch.where(finite, (self.clip / (norm + 1e-6)).clamp(max=1.0), 0.0)
         gathers = []
         for (rule, buffer), given in zip(self.buffers, self._device_rates(rates), strict=True):
@@ -369,7 +372,7 @@ class Optimizer:
         """One step that changes nothing, as after a loss that is not finite: compiles the updates,
         takes their memory.
         """
-        self.step(Rates(), torch.full((1,), torch.nan, device=self.steps.device))
+        self.step(Rates(), {"loss": torch.full((), torch.nan, device=self.steps.device)})
 
     def _device_rates(self, rates: Rates) -> list[torch.Tensor]:
         """Each buffer's rates as a tensor on the device, by one copy that it need not wait for."""

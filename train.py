@@ -80,7 +80,7 @@ from looped.machine import (
     to_device,
 )
 from looped.memory import DEVICE_BATCH, check_memory, fit_memory, settle_chunks
-from looped.randomness import SEED_STATE, sequence_keys
+from looped.randomness import FOR_STATE, hash_keys
 from looped.run_directory import (
     RunLog,
     begun_config,
@@ -260,7 +260,7 @@ def parse_args(argv=None, prog="train.py", about=__doc__):
     add("--compile", default="auto", choices=("auto", "on", "off"),
         help="torch.compile (auto: on NVIDIA GPUs, and for long runs on a CPU)")
     add("--loss-chunk", type=non_negative_int,
-        help="tokens whose logits exist at once; 0: all (default: by memory)")
+        help="tokens whose logits exist at once; 0: all (default: by memory on a GPU, 256 on a CPU)")
     add("--checkpoint-loops", action=argparse.BooleanOptionalAction, default=False,
         help="recompute loops in the backward pass: less memory, more work")
     return parser.parse_args(argv)
@@ -310,9 +310,14 @@ def model_config(args) -> ModelConfig:
 # Data
 
 
+def default_rows(cfg: ModelConfig) -> str:
+    """The standard library's rows for a network."""
+    return f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split"
+
+
 def open_data(args, cfg: ModelConfig, place: Place) -> PackedData:
     """The packed rows."""
-    folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
+    folder = Path(args.data or default_rows(cfg))
     if not args.data and place.rank == 0:
         manifest = read_checked(folder / "manifest.json")
         if not manifest or not manifest.get("complete"):
@@ -358,7 +363,7 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place
     mine = share_out(n, k, place.world)[place.rank]
     rows = step_rows(data, args, step)
     tokens = torch.from_numpy(data.get("train", rows[mine]))
-    keys = sequence_keys(args.seed, SEED_STATE, each=step * B + mine)
+    keys = hash_keys(args.seed, FOR_STATE, each=step * B + mine)
     batch = Batch(
         tokens=to_device(tokens, place.device),
         keys=to_device(keys, place.device),
@@ -434,23 +439,24 @@ def training_step(
         targets = part.tokens[:, 1:]
         loss, stats = model.loss(ids, targets, part.keys, part.n, part.k)
         (loss / batch.step_tokens).backward()
-        taken = stats.keys() & LOGGED
-        if taken:
-            raise ValueError(
-                f"a statistic is called {min(taken)}, as a field of the log is; rename it"
-            )
-        found = stats | {"loss": loss.detach()}
-        if means and means.keys() != found.keys():
-            some = min(means.keys() ^ found.keys())
-            raise ValueError(f"not every micro-batch has the statistic {some}; give it to all")
+        found = {"loss": loss.detach(), **stats}
+        check_statistics(stats, found.keys() ^ (means or found).keys())
         for name, value in found.items():
-            shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
-            if shape != ():
-                raise ValueError(f"statistic {name} is {shape}; make it a tensor's sum over tokens")
             means[name] = means.get(name, 0.0) + value / batch.step_tokens
-    sums = means | own
-    out = optimizer.step(rates, torch.stack(list(sums.values())))
-    return dict(zip(["grad_norm2", *sums], out, strict=True))
+    return optimizer.step(rates, means | own)
+
+
+def check_statistics(stats: dict, unlike: set) -> None:
+    """Refuses statistics that cannot be logged; unlike: names that not every micro-batch has."""
+    taken = stats.keys() & LOGGED
+    if taken:
+        raise ValueError(f"a statistic is called {min(taken)}, as a field of the log is; rename it")
+    if unlike:
+        raise ValueError(f"not every micro-batch has the statistic {min(unlike)}; give it to all")
+    for name, value in stats.items():
+        shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
+        if shape != ():
+            raise ValueError(f"statistic {name} is {shape}; make it a tensor's sum over tokens")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -463,7 +469,7 @@ class Run:
 
     args: argparse.Namespace
     cfg: ModelConfig
-    config: dict  # config.json
+    config: dict  # config.json of this start; a continued run's file keeps the first start's
     folder: Path
     place: Place
     steps: int
@@ -532,13 +538,18 @@ def evaluate_core(run: Run, step: int) -> None:
     run.place.say(f"step {step}  {score['name']}: {score['mean']:.4f} centred")
 
 
+def is_due(every: int, step: int) -> bool:
+    """Whether what happens every so many steps happens after this one; 0: never."""
+    return every > 0 and step % every == 0
+
+
 def measure(run: Run, step: int) -> None:
     """The validation and the CORE panel that are due after a step. The last step is validated at
     the end of the run.
     """
-    if step % run.args.eval_every == 0 and step < run.steps:
+    if is_due(run.args.eval_every, step) and step < run.steps:
         evaluate(run, step)
-    if run.panel and step % run.args.core_every == 0:
+    if is_due(run.args.core_every, step):
         evaluate_core(run, step)
 
 
@@ -618,9 +629,8 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
             gc.collect()  # from here on a collection would stall all ranks
             gc.freeze()
             gc.disable()
-        save = step % args.save_every == 0 or step == end
-        save = save or (args.keep_every and step % args.keep_every == 0)
-        due = step % args.eval_every == 0 or (run.panel and step % args.core_every == 0)
+        save = step == end or is_due(args.save_every, step) or is_due(args.keep_every, step)
+        due = is_due(args.eval_every, step) or is_due(args.core_every, step)
         if save or due or run.stopped or not place.is_gpu:
             finish_step(run, pending)
             pending = None
@@ -679,7 +689,7 @@ def settle_dtype(args, begun: dict | None, place: Place) -> str:
     """
     if args.dtype != "auto":
         return "given"
-    if begun and begun.get("dtype") in ("float32", "bfloat16"):
+    if begun:
         args.dtype = begun["dtype"]
         return "as the run began"
     args.dtype = best_dtype(place.device)
@@ -702,7 +712,7 @@ def build(
     if args.init_from and not newest:
         begin_from(args.init_from, model, data)
     model.to(place.device)
-    if args.init_from:  # ranks may have read that run at different steps
+    if args.init_from and not newest:  # ranks may have read that run at different steps
         take_from_first(model, place)
     # on a CPU the update is too short for its compilation to pay
     groups = OPTIMIZERS[args.optimizer](model, args, compiled and place.is_gpu)
@@ -734,7 +744,7 @@ def enter_directory(
     begun = begun_config(folder, args.resume)
     dtype_reason = settle_dtype(args, begun, place)
     if args.keep_every is None and begun:
-        args.keep_every = begun["args"].get("keep_every")
+        args.keep_every = begun["args"]["keep_every"]
     args.keep_every = args.keep_every or 0
     config = run_config(args, cfg, parameter_count(cfg), data, steps, place)
     newest = prepare_run(folder, begun, config)

@@ -58,10 +58,18 @@ def announce(run, first: int, choices: dict) -> None:
     run.record("start", first, code=program_code(), choices=choices)
 
 
-def chunk_reason(args, given: set) -> str:
+def rows_reason(place: Place, given: set) -> str:
+    if "device_batch_size" in given:
+        return "given"
+    return "the largest that fits and divides the batch" if place.is_gpu else "divides the batch"
+
+
+def chunk_reason(args, place: Place, given: set) -> str:
     if "loss_chunk" in given:
         return "given"
-    return "by memory" if args.loss_chunk is None else "the head or its loss was edited"
+    if args.loss_chunk is not None:
+        return "the head or its loss was edited"
+    return "by memory" if place.is_gpu else "always so on a CPU"
 
 
 def choices_made(args, cfg, place: Place, fit: MemoryFit, given: set) -> dict:
@@ -72,12 +80,11 @@ def choices_made(args, cfg, place: Place, fit: MemoryFit, given: set) -> dict:
     attention = ("torch's", "its own order of kernels")
     if attends_by_products(place.device.type, getattr(torch, args.dtype), cfg.seq_len):
         attention = ("two matrix products", "the faster way for short bfloat16 rows on a CPU")
-    reason = "given" if "device_batch_size" in given else "divides the batch"
     chosen = {
         "device": (place.device.type, processes),
         "attention": attention,
-        "device batch": (f"{fit.step.rows} rows", reason),
-        "loss chunk": (f"{fit.step.loss_chunk or 'all'} tokens", chunk_reason(args, given)),
+        "device batch": (f"{fit.step.rows} rows", rows_reason(place, given)),
+        "loss chunk": (f"{fit.step.loss_chunk or 'all'} tokens", chunk_reason(args, place, given)),
     }
     if place.is_gpu:
         chosen["memory"] = (f"peak {fit.peak:.1f} GiB", "at the deepest depth to be expected")

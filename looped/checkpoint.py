@@ -133,8 +133,8 @@ def differences(old: dict, new: dict) -> list[str]:
 
 
 def same_settings(state: dict, cfg) -> None:
-    """ValueError where the settings a checkpoint was made with are not these. One that it lacks had
-    the default; imported weights have none.
+    """Raises ValueError if the checkpoint was made with other settings. A setting that it lacks had
+    its default; imported weights have no settings and always pass.
     """
     new = asdict(cfg)
     old = asdict(type(cfg)()) | state.get("config", new)

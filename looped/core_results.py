@@ -7,10 +7,10 @@ deviation and its value by seed, and counts of what was odd in its examples.
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from looped.console import fail, outside
 from looped.core_prompts import EncodedTask
@@ -58,19 +58,17 @@ def task_entry(work: EncodedTask, results: dict, baselines: str) -> dict:
     chance = work.task.chance[baselines]
     accuracies = {}
     over_chance = {}
-    perplexities = {}
     for seed, result in results.items():
         share = accuracy(result["correct"], work.groups)
         accuracies[seed] = share
         over_chance[seed] = centred(share, chance)
-        nats = torch.tensor(result["nats"].mean())
-        perplexities[seed] = nats.exp().item()
     entry = {"accuracy": spread(accuracies), "centered": spread(over_chance)}
     entry["n"] = len(work.groups)
     for name in ODDITIES:
         counts = [result[name].sum() for result in results.values()]
         entry[name] = int(sum(counts))
     if work.protocol == "lambada":
+        perplexities = {seed: math.exp(result["nats"].mean()) for seed, result in results.items()}
         entry["perplexity"] = spread(perplexities)
     return entry
 
@@ -143,7 +141,8 @@ def earlier(path: Path, header: dict) -> dict:
 
 def merge(path: Path, header: dict, panel: Panel, own: dict) -> dict:
     """Adds {depth: {label: entry}}, all that this evaluation has, to a file of results, to which
-    another may add meanwhile -> {depth: record}. Of another with other settings one has to end.
+    another may add meanwhile -> {depth: record}. Ends the program if another evaluation, with
+    other settings, now writes that file.
     """
     with turn(path):
         entries, differ = read_entries(path, header)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from looped.console import DAMAGE, fail, note, one_line
 from looped.files import file_hash, lock, write_atomic
+from looped.tokenizer import cleaned
 
 REPO = "karpathy/fineweb-edu-100b-shuffle"  # on huggingface.co
 VAL_SHARD = 1822  # its last shard
@@ -133,7 +134,7 @@ def texts(unit, counts):
             try:
                 raw = text.encode()
             except UnicodeEncodeError:
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                text = cleaned(text)
                 raw = text.encode()
                 counts["bad characters replaced"] += 1
             if unit.holdout:

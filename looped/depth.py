@@ -16,7 +16,7 @@ import torch
 
 from looped.console import refuse
 from looped.machine import to_device
-from looped.randomness import SEED_DEPTH, sequence_key, uniforms
+from looped.randomness import FOR_DEPTH, hash_key, uniforms
 
 MAX_DEPTH = 10_000  # of mu_rec and of what is asked for: a slip of the finger must not seem to hang
 BATCH_GROUP = 32  # sequences that share a depth under granularity "batch": the paper's micro-batch
@@ -135,9 +135,9 @@ def sample_depths(cfg, seed: int, step: int, batch: int) -> tuple[np.ndarray, np
     Two int64 arrays (batch,), or (batch, T) when every token has its own depth; a function of
     (seed, step, sequence).
     """
-    key = sequence_key(seed, SEED_DEPTH, step)
+    key = hash_key(seed, FOR_DEPTH, step)
     index = GRANULARITIES[cfg.granularity](batch, cfg.seq_len)
-    return draw(cfg, uniforms(key, index), uniforms(sequence_key(key, 2), index))
+    return draw(cfg, uniforms(key, index), uniforms(hash_key(key, 2), index))
 
 
 @functools.cache

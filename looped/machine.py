@@ -268,6 +268,8 @@ def git(*command) -> str | None:
 def code_changes() -> str | None:
     """What of the program is not committed, files that git does not know yet included."""
     changes = git("diff", "HEAD", "--", "*.py")
+    if changes is None:  # no git, no checkout, or nothing committed yet
+        return None
     own = (":(glob)*.py", "looped/*.py", "tools/*.py", "studies/*.py")
     unknown = git("ls-files", "--others", "--exclude-standard", "--", *own)
     for name in (unknown or "").splitlines():

@@ -9,8 +9,8 @@ What becomes of the change that a loop proposes, Huang (2026), appendix "Other L
 A mechanism is a module with these methods; `Model.unroll` calls them, for training, evaluation and
 sampling alike:
 
-    start(h)            h_0 (B, T, D) -> what the loop carries, rows first; and its history, a list;
-                        of weights in it only rows without gradient-free loops learn
+    start(h)            h_0 (B, T, D) -> what the loop carries, rows first; and a list, the history.
+                        Weights used here learn only from rows all of whose loops carry gradient
     step(x, history, index, propose)
                         the carried rows x after one more loop; index: each row's own loop index;
                         propose(h) is core_step(h)

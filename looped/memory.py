@@ -18,7 +18,7 @@ import torch.distributed as dist
 from looped.console import fail, note, refuse
 from looped.depth import deepest
 from looped.machine import Place
-from looped.randomness import SEED_STATE, sequence_keys
+from looped.randomness import FOR_STATE, hash_keys
 
 GIB = 2**30
 DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for
@@ -321,7 +321,7 @@ def warm_up(model, rows: int, place: Place) -> None:
     """
     cfg = model.cfg
     tokens = torch.zeros(rows, cfg.seq_len + 1, dtype=torch.int64, device=place.device)
-    keys = sequence_keys(SEED_STATE, each=range(rows), device=place.device)
+    keys = hash_keys(FOR_STATE, each=range(rows), device=place.device)
     ids = tokens[:, :-1]
     targets = tokens[:, 1:]
     none = np.zeros(rows, np.int64)

@@ -14,15 +14,15 @@ import torch
 
 from looped.hashes import FACTOR_1, FACTOR_2, GOLDEN, MASK, mix64
 
-# Purposes: streams of different purposes never coincide.
-SEED_INIT = 1
-SEED_DEPTH = 2
-SEED_STATE = 3
-SEED_EVAL = 4
-SEED_SAMPLE = 6
+# What a key is for: streams of different purposes never coincide.
+FOR_INIT = 1
+FOR_DEPTH = 2
+FOR_STATE = 3
+FOR_EVAL = 4
+FOR_SAMPLE = 6
 
 
-def sequence_key(*parts: int) -> int:
+def hash_key(*parts: int) -> int:
     """A signed 64-bit key made from integers, e.g. (seed, purpose, step, sequence)."""
     key = len(parts)
     for part in parts:
@@ -30,16 +30,17 @@ def sequence_key(*parts: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
-def sequence_keys(*parts: int, each, device=None) -> torch.Tensor:
+def hash_keys(*parts: int, each, device=None) -> torch.Tensor:
     """The keys (parts …, number) of several sequences, one for each number: (B,) int64."""
-    keys = [sequence_key(*parts, int(number)) for number in each]
+    keys = [hash_key(*parts, int(number)) for number in each]
     return torch.tensor(keys, dtype=torch.int64, device=device)
 
 
 def uniforms(key: int, index: np.ndarray) -> np.ndarray:
-    """One float64 in (0, 1] for each index, a function of (key, index) alone."""
+    """One float64 in (0, 1) for each index, a function of (key, index) alone."""
     z = mix64(index.astype(np.uint64) ^ mix64(key & MASK))
-    return ((z >> 11) + 0.5) * 2.0**-53
+    u = ((z >> 11) + 0.5) * 2.0**-53
+    return np.minimum(u, 1 - 2.0**-53)  # the last of them are rounded to 1
 
 
 def hashed_normal(

@@ -75,13 +75,12 @@ def prepare_run(run: Path, begun: dict | None, config: dict) -> Path | None:
     newest = newest_checkpoint(run)
     set_aside_newer(run, newest)
     if newest:
-        if begun.get("code") not in (None, config["code"]):
+        if begun["code"] != config["code"]:
             note(f"{run} was begun by other code than this; a report says which steps are whose")
         begun["args"]["keep_every"] = config["args"]["keep_every"]  # may be given anew
         # the same, but they may have moved
         begun["data"] = config["data"]
         begun["tokenizer"] = config["tokenizer"]
-        begun.setdefault("id", config["id"])  # older runs have none
         begun["args"]["data"] = config["args"]["data"]
         config = begun
     elif begun:  # the code may have changed since

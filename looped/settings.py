@@ -69,22 +69,21 @@ def settle(args, cfg, recipe, world: int) -> int:
         args.tokens = args.flops / cfg.flops_per_token()
     if args.wandb and not find_spec("wandb"):
         refuse("--wandb needs the package wandb; pip install wandb, or leave it out")
+    if args.checkpoint_loops and cfg.n_core == 0:
+        refuse("--checkpoint-loops has no meaning without a loop (--n-core 0); leave it out")
     settle_optimizer(args, recipe)
     for name, default in vars(recipe).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
     rows = args.device_batch_size or 1
-    if args.batch_size % world == 0 and args.batch_size % (world * rows):
-        fits = device_batches(min(rows, args.batch_size // world), args.batch_size, world)[0]
-        refuse(
-            f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = "
-            f"{world} × {rows}; try --device-batch-size {fits}"
-        )
     if args.batch_size % (world * rows):
-        fits = math.ceil(args.batch_size / (world * rows)) * world * rows
+        advice = f"--batch-size {math.ceil(args.batch_size / (world * rows)) * world * rows}"
+        if args.batch_size % world == 0:
+            most = min(rows, args.batch_size // world)
+            advice = f"--device-batch-size {device_batches(most, args.batch_size, world)[0]}"
         refuse(
             f"--batch-size {args.batch_size} is not a multiple of ranks × device batch = "
-            f"{world} × {rows}; try --batch-size {fits}"
+            f"{world} × {rows}; try {advice}"
         )
     steps = round(args.tokens / (args.batch_size * cfg.seq_len))
     if steps < 1:
@@ -96,12 +95,12 @@ def settle(args, cfg, recipe, world: int) -> int:
 
 
 def settle_optimizer(args, recipe) -> None:
-    """Refuses flags of the optimiser that is not used."""
+    """Weight decay and momentum warm-up of the optimiser in use; refuses flags of the other."""
     optimizer = args.optimizer or recipe.optimizer
     if optimizer == "adamw":
         refuse_idle(vars(args), MUON_FLAGS, "with --optimizer adamw")
         args.momentum_warmup = 0
-    elif args.muon_lr is None and recipe.muon_lr == 0:
+    elif optimizer == "muon" and args.muon_lr is None and recipe.muon_lr == 0:
         why = f"the recipe of {args.preset} has none; try --muon-lr 8e-3"
         refuse(f"--optimizer {optimizer} needs a rate, and {why}")
     if args.weight_decay is None:
@@ -132,8 +131,6 @@ def settle_evaluation(args, cfg, steps: int) -> None:
     refuse_too_deep("--eval-depths", args.eval_depths or [])
     if not args.core_every:
         refuse_idle(vars(args), ["bundle"], "without --core-every")
-    if args.checkpoint_loops and cfg.n_core == 0:
-        refuse_idle(vars(args), ["checkpoint_loops"], "without a loop (--n-core 0)")
 
 
 def eval_depths(args, cfg, final: bool) -> list[int]:
@@ -144,11 +141,8 @@ def eval_depths(args, cfg, final: bool) -> list[int]:
     return sorted({cfg.mu_rec, *(args.eval_depths or usual)})
 
 
-def check_rows(data, cfg, batch_size: int | None) -> None:
-    """Refuses packed rows of another tokenizer, length or vocabulary, or too few for one step.
-
-    batch_size: None if no step is to be taken.
-    """
+def check_rows(data, cfg, batch_size: int) -> None:
+    """Refuses packed rows of another tokenizer, length or vocabulary, or too few for one step."""
     folder = data.folder
     packed = data.manifest
     if file_hash(folder / "tokenizer.json") != packed["tokenizer_sha256"]:
@@ -161,7 +155,7 @@ def check_rows(data, cfg, batch_size: int | None) -> None:
                 f"{folder} was packed with {name} {packed[name]}, the model has {wanted}; {advice}"
             )
     there = data.rows("train")
-    if batch_size and packed["complete"] and there < batch_size:
+    if packed["complete"] and there < batch_size:
         advice = f"give more text, or try --batch-size {there}"
         refuse(
             f"{folder} has {there} training rows, fewer than --batch-size {batch_size}; {advice}"

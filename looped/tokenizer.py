@@ -76,13 +76,15 @@ def token_bytes(enc):
     return np.array(sizes + [0] * len(SPECIALS), np.int32)
 
 
+def cleaned(text: str) -> str:
+    """The text with U+FFFD for each lone surrogate, which UTF-8 cannot hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def encode(enc, text):
-    """Ids of a text of any length, special names taken as plain text; a lone surrogate becomes
-    U+FFFD.
-    """
-    clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    """Ids of a text of any length, special names taken as plain text; cleaned."""
     ids = []
-    for piece in PIECE_PATTERN.findall(clean):
+    for piece in PIECE_PATTERN.findall(cleaned(text)):
         ids += enc.encode_ordinary(piece)
     return ids
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from looped.randomness import SEED_EVAL, sequence_keys
+from looped.randomness import FOR_EVAL, hash_keys
 
 
 @dataclass
@@ -48,7 +48,7 @@ def validate(model, held_out: HeldOut, depths: list, batch: int, rank: int = 0, 
         block = torch.from_numpy(data.get("val", ids)).to(device)  # (batch, T + 1)
         x = block[:, :-1]
         y = block[:, 1:]
-        keys = sequence_keys(SEED_EVAL, each=ids, device=device)
+        keys = hash_keys(FOR_EVAL, each=ids, device=device)
         losses = model.losses(x, y, depths, keys)
         sizes = held_out.sizes[y[:n]].cpu()
         for of_depth, depth in zip(sums, depths):

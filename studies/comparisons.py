@@ -33,7 +33,7 @@ class Arm:
     preset: str = "parcae"  # without its size
     flags: str = ""
     tokens: float = 0  # the source's
-    budget: float = 20  # tokens a parameter at the small scales; 0: `tokens` there too
+    budget: float = 20  # tokens a parameter at the small scale; 0: `tokens` there too
     flops: float = 0  # training FLOPs, instead of tokens
     equal_flops: bool = False  # trains the FLOPs that the looped model needs for its tokens
     source: dict = field(default_factory=dict)  # {depth, "mu_rec" or score: the source's number}
@@ -56,7 +56,7 @@ class Experiment:
     panels: tuple[str, ...] = ("training loss", "loss by depth", "state norm", "residual")
     split: str = ""  # a panel of each kind for every "row" or "col"
     flags: str = ""  # of all arms
-    seeds: int = 4  # at the small scales; 1 at the others
+    seeds: int = 4  # at the small scale; 1 at the others
 
 
 EXPERIMENTS = {}
@@ -116,7 +116,7 @@ def no_stochastic_depth(scale) -> str:
     panels=("validation loss", "difference by depth"),
 )
 def gains(scale):
-    """At the small scales with the paper's initial decay √(1/5) and a higher one."""
+    """At the small scale with the paper's initial decay √(1/5) and a higher one."""
     recipes = {"Fixed no-SD": no_stochastic_depth(scale), "Paper-style": ""}
     decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
     arms = []
@@ -148,7 +148,7 @@ def both_gains(row: str, flags: str, **length) -> list[Arm]:
     flags="--eval-every 50 --save-every 50 --eval-tokens 65536",
 )
 def stability(scale):
-    """The paper's five learning rates; at the small scales, whose models bear more, 16 times as
+    """The paper's five learning rates; at the small scale, whose models bear more, 16 times as
     large, plus 64 times the highest. The paper's ramps of 4,096 steps each are longer than a run of
     ten tokens a parameter.
     """
@@ -182,7 +182,7 @@ def components(scale):
     """
     batch = "--granularity batch --no-prelude-norm"
     changes = {"RDM: concat, per batch": f"--injection concat {batch}"}
-    if scale == "nano":
+    if scale == SMALL:
         changes["+ constrained Ā"] = f"{batch} --input-matrix"
         changes["without B"] = batch
     else:
@@ -333,7 +333,7 @@ def backward(scale):
 
 @experiment("Other loop mechanisms (post, appendix)", TRANSFORMER, depths="1,4,8,16")
 def mechanisms(scale):
-    """Two lengths: the post's 0.2B tokens, the best of its run, and 0.5B; at the small scales 0.4
+    """Two lengths: the post's 0.2B tokens, the best of its run, and 0.5B; at the small scale 0.4
     and 1 times the tokens. The post does not state this recipe: 3.6761 is its no-SD probe's.
     """
     probe = no_stochastic_depth(scale)
@@ -358,7 +358,7 @@ CURVES = {
     "panels": LAW,
     "seeds": 1,
 }
-# In FLOPs. The budgets of `nano` are 11 to 170 tokens a parameter at mu_rec 8.
+# In FLOPs. The budgets of `nano` are 11 to 175 tokens a parameter at mu_rec 8.
 BUDGETS = {
     "nano": (1.5e13, 3e13, 6e13, 12e13, 24e13),
     "140m": (1e18, 2e18, 4e18, 8e18, 16e18, 64e18),
@@ -390,7 +390,7 @@ def sizes(scale):
     """Test-time curves over model sizes: at nano three widths at 20 tokens a parameter, else the
     paper's four models at its lengths.
     """
-    if scale == "nano":
+    if scale == SMALL:
         lengths = {32: 2710400, 64: 6.9e6, 96: 12552320}  # {width: tokens}
         shapes = {d: f"--d-model {d} --d-mlp {4 * d}" for d in lengths}
         return [[Arm(f"d {d}", flags=shapes[d], tokens=D, budget=0) for d, D in lengths.items()]]

@@ -242,7 +242,7 @@ def rows_hash(jobs: list[Job], args) -> str:
     """
     given = train.parse_args(jobs[0].flags)
     cfg = train.model_config(given)
-    folder = Path(args.data or f"data/stdlib-v{cfg.vocab_size}/rows-{cfg.seq_len}-split")
+    folder = Path(args.data or train.default_rows(cfg))
     if (folder / "manifest.json").is_file():
         return PackedData(folder).sha256()
     if args.page:

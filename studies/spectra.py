@@ -27,7 +27,7 @@ from looped.checkpoint import checkpoints, read_checkpoint, step_of
 from looped.console import Parser, fail, outside, positive_int, run_cli
 from looped.figures import Plot, figure, fmt, frame_table
 from looped.files import write_atomic
-from looped.randomness import SEED_EVAL, sequence_keys
+from looped.randomness import FOR_EVAL, hash_keys
 from model import DiagonalInjection, discretise
 
 # not an Apple GPU, which lacks float64
@@ -127,7 +127,7 @@ def measure_run(path: Path, args) -> Iterator[dict]:
     numbers = np.arange(min(args.rows, data.rows("val")))
     rows = torch.from_numpy(data.get("val", numbers))
     ids = rows[:, :-1][:, : model.cfg.seq_len].to(DEVICE)
-    keys = sequence_keys(SEED_EVAL, each=numbers, device=DEVICE)
+    keys = hash_keys(FOR_EVAL, each=numbers, device=DEVICE)
     command = config.get("command", "imported weights")
     batch = config["args"].get("batch_size", 0)  # imported weights have none
     for file in checkpoints(path) if args.checkpoints else [path / config["checkpoint"]]:

@@ -198,11 +198,11 @@ def token_batch(cfg, rows=6, seed=1):
     """Random ids and targets (rows, T), and keys."""
     import torch
 
-    from looped.randomness import sequence_key
+    from looped.randomness import hash_key
 
     generator = torch.Generator().manual_seed(seed)
     block = torch.randint(0, cfg.vocab_size, (rows, cfg.seq_len + 1), generator=generator)
-    keys = torch.tensor([sequence_key(7, i) for i in range(rows)])
+    keys = torch.tensor([hash_key(7, i) for i in range(rows)])
     return block[:, :-1], block[:, 1:], keys
 
 

@@ -7,7 +7,7 @@ import random
 import torch
 import torch.nn.functional as F
 
-from looped.randomness import SEED_EVAL, sequence_key
+from looped.randomness import FOR_EVAL, hash_key
 
 
 def slow_shots(protocol, seed, n, k):
@@ -180,7 +180,7 @@ def slow_task(model, enc, task, panel, seed, depth):
     answers = []
     gold = []
     for number, row, made in slow_rendered(enc, task, panel, model.cfg.seq_len, seed):
-        key = sequence_key(seed, SEED_EVAL, task.index, number)
+        key = hash_key(seed, FOR_EVAL, task.index, number)
         answers.append(slow_answer(model, task, panel.protocol, made, depth, key))
         gold.append(row.get("gold", 0))
     return answers, gold

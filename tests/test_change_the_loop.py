@@ -150,7 +150,10 @@ DEPTH_LAWS = {
 ]
 SUPERVISED = [  # the mean of the losses after each of a row's, or token's, loops with gradient
     (
-        "        state = self.run_loops(h, inputs, plan)\n"
+        "        state = LoopState(self.mechanism, h, h)  # of a model without a loop\n"
+        "        if inputs is not None:\n"
+        "            for state in self.unroll(h, inputs, plan):  # noqa: B007\n"
+        "                pass\n"
         "        loss = self.coda_loss(state.h, ids, targets)\n",
         """
         if inputs is None:

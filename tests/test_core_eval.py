@@ -33,7 +33,7 @@ from looped import core_results, core_tasks
 from looped.core_tasks import TASKS, Task
 from looped.files import file_hash
 from looped.machine import Place, exact_products
-from looped.randomness import SEED_EVAL, sequence_key
+from looped.randomness import FOR_EVAL, hash_key
 from looped.tokenizer import BOS, encoding, file_content, load_tokenizer, save_tokenizer
 from looped.validation import HeldOut, validate
 from model import Model, ModelConfig
@@ -550,7 +550,7 @@ def test_lambada_perplexity_is_that_of_the_slow_sum(enc, net):
     for i, start in enumerate((4, 4)):  # four words; three words and a blank
         word = rows[i]["continuation"].strip()
         whole = enc.encode_ordinary(f"{rows[i]['context']} {word}")
-        key = torch.tensor([sequence_key(7, SEED_EVAL, 9, i)])
+        key = torch.tensor([hash_key(7, FOR_EVAL, 9, i)])
         hidden = net.hidden(torch.tensor([whole[:-1]]), 3, key)
         logp = net.head(hidden).log_softmax(-1)[0]
         for t in range(start, len(whole)):
@@ -964,7 +964,7 @@ def test_validation_feeds_one_shape_and_counts_each_row_once(
         assert found[0]["bpb"]["1"] == pytest.approx(bits, rel=1e-12)
     assert found[0]["eval_tokens"] == targets.size
     assert model.shapes == {((batch, data.seq_len), batch)}
-    assert model.keys == {sequence_key(SEED_EVAL, i) for i in asked}  # of the row, not of its place
+    assert model.keys == {hash_key(FOR_EVAL, i) for i in asked}  # of the row, not of its place
 
 
 def test_validation_is_on_the_rows_of_the_run(enc, net, monkeypatch, capsys):

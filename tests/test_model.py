@@ -35,7 +35,7 @@ from looped.layers import Linear
 from looped.mechanisms import PlainLoop
 from looped.memory import chunks_agree, settle_chunks
 from looped.ops import attend, attends_by_products, orthogonal
-from looped.randomness import hashed_normal, mix64, sequence_key, uniforms
+from looped.randomness import hash_key, hashed_normal, mix64, uniforms
 from model import (
     CHOICES,
     INJECTIONS,
@@ -385,7 +385,7 @@ def test_hash_is_splitmix64():
 
 @pytest.mark.parametrize("cut", [3.0, 5.0])
 def test_initial_state_is_the_oracles_and_depends_on_key_and_place_only(cut):
-    keys = torch.tensor([sequence_key(0, i) for i in range(64)])
+    keys = torch.tensor([hash_key(0, i) for i in range(64)])
     x = hashed_normal(keys, 64, 96, 0.5, cut)
     for row in (0, 5):
         want = hashed_state(int(keys[row]), 64, 96, 0.5, cut)
@@ -405,9 +405,9 @@ def test_initial_state_is_the_oracles_and_depends_on_key_and_place_only(cut):
 
 def test_what_published_runs_drew_can_be_drawn_again():
     """These numbers were drawn by the code of the first results; other ones would be other runs."""
-    purposes = [value for name, value in vars(randomness).items() if name.startswith("SEED_")]
+    purposes = [value for name, value in vars(randomness).items() if name.startswith("FOR_")]
     assert len(set(purposes)) == len(purposes) == 5
-    assert sequence_key(1, 2, 3) == -3459936354030841973
+    assert hash_key(1, 2, 3) == -3459936354030841973
     assert uniforms(5, np.arange(2)).tolist() == [0.9798413679101445, 0.8807895827318415]
     assert permute(np.arange(5), 1000, "k").tolist() == [794, 716, 45, 471, 561]
 
@@ -418,12 +418,12 @@ def test_seeds_draw_other_depths():
 
 
 def test_keys_and_uniforms():
-    keys = [sequence_key(*p) for p in ((0, 1), (1, 0), (0, 0, 1), (0, 1, 0), (5,), (-5,))]
+    keys = [hash_key(*p) for p in ((0, 1), (1, 0), (0, 0, 1), (0, 1, 0), (5,), (-5,))]
     assert len(set(keys)) == 6 and all(-(2**63) <= k < 2**63 for k in keys)
-    u = uniforms(sequence_key(1, 2), np.arange(100_000))
+    u = uniforms(hash_key(1, 2), np.arange(100_000))
     assert abs(u.mean() - 0.5) < 4e-3 and abs(u.var() - 1 / 12) < 2e-3
     assert u.min() > 0 and u.max() < 1 and abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 0.01
-    assert (uniforms(sequence_key(1, 2), np.array([17, 3])) == u[[17, 3]]).all()
+    assert (uniforms(hash_key(1, 2), np.array([17, 3])) == u[[17, 3]]).all()
 
 
 # -- initial weights ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The optimiser against float64 formulas, torch's AdamW, and itself on other numbers of ranks."""
 
+import math
 import sys
 
 import numpy as np
@@ -42,13 +43,17 @@ def rates(step):
     return Rates(lr=1 - step / 10, weight_decay=1 - step / 20, momentum=0.85 + step / 50)
 
 
+def loss_of(value):
+    return {"loss": torch.tensor(value)}
+
+
 def run(steps, **more):
     params = parameters()
     optimizer = both(params, **more)
     for t in range(1, steps + 1):
         for name, p in params.items():
             p.grad.add_(gradient(name, t))
-        out = optimizer.step(rates(t), torch.tensor([2.5, 4.0]))
+        out = optimizer.step(rates(t), loss_of(2.5) | {"more": torch.tensor(4.0)})
     return params, optimizer, out
 
 
@@ -68,7 +73,8 @@ def test_step_equals_slow_float64_reference():
     for name, p in params.items():
         assert (p.detach() - want[name]).abs().max() < 2e-5, name
     norm2 = sum((gradient(name, 5).double() ** 2).sum() for name in SHAPES)
-    assert abs(out[0] / norm2 - 1) < 1e-5 and out[1:].tolist() == [2.5, 4.0]
+    assert abs(out["grad_norm2"] / norm2 - 1) < 1e-5
+    assert out["loss"] == 2.5 and out["more"] == 4.0
 
 
 def test_adamw_equals_torchs():
@@ -80,7 +86,7 @@ def test_adamw_equals_torchs():
         for (name, p), twin in zip(params.items(), twins, strict=True):
             p.grad.add_(gradient(name, t))
             twin.grad = gradient(name, t)
-        optimizer.step(Rates(), torch.zeros(1))
+        optimizer.step(Rates(), loss_of(0.0))
         torchs.step()
     for p, twin in zip(params.values(), twins, strict=True):
         assert torch.allclose(p, twin, atol=1e-6)
@@ -104,7 +110,7 @@ def test_update_clipping_equals_a_float64_formula():
             rms = np.sqrt((g**2 / hat).mean())
             assert t == 1 or rms > 1
             want[name] = want[name] - 3e-3 / max(1, rms) * first[name] / (1 - 0.9**t) / np.sqrt(hat)
-        optimizer.step(Rates(), torch.zeros(1))
+        optimizer.step(Rates(), loss_of(0.0))
     for name, p in params.items():
         assert np.abs(p.detach().numpy() - want[name]).max() < 1e-6, name
         assert torch.equal(p[0], parameters()[name][0])
@@ -117,7 +123,7 @@ def test_without_epsilon_no_gradient_is_too_small(size):
     optimizer = Optimizer([(AdamW(**CLIPPED), [("p", p)])])
     for step in range(1, 20):
         p.grad.fill_(size)
-        optimizer.step(Rates(), torch.zeros(1))
+        optimizer.step(Rates(), loss_of(0.0))
         assert p.abs().max() <= 1.01 * step * CLIPPED["lr"]
     if size == 1e-15:  # whose square is not 0: as far as Adam's
         assert p.abs().min() >= 0.99 * step * CLIPPED["lr"]
@@ -134,7 +140,8 @@ def test_polar_express_approaches_the_polar_factor(shape):
     assert (s - 1).abs().max() < 0.15
 
 
-def test_bad_gradient_changes_nothing_and_the_next_step_is_as_if_it_had_not_been():
+def test_bad_gradient_or_loss_changes_nothing_and_the_next_step_is_as_if_it_had_not_been():
+    """Whatever stands beside the loss decides nothing."""
     clean, _, _ = run(3)
     params = parameters()
     optimizer = both(params)
@@ -143,7 +150,8 @@ def test_bad_gradient_changes_nothing_and_the_next_step_is_as_if_it_had_not_been
             p.grad.add_(gradient(name, t))
         if t == 99:
             params["c"].grad[0, 0] = float("nan")
-        optimizer.step(rates(t), torch.tensor([float("inf") if t == 98 else 2.5]))
+        own = {"more": torch.tensor(math.nan)} | loss_of(math.inf if t == 98 else 2.5)
+        optimizer.step(rates(t), own)
     for name in params:
         assert torch.equal(params[name], clean[name]), name
 
@@ -202,7 +210,7 @@ def updated(rank=0, world=1):
             for part in (0.25, 0.75):
                 terms = [(p * gradient(name, t)).sum() for name, p in params.items()]
                 (sum(terms) * share * part).backward()
-            out = optimizer.step(rates(t), torch.tensor([1.0]))
+            out = optimizer.step(rates(t), loss_of(1.0))
     weights = {name: p.detach().clone() for name, p in params.items()}
     return {"weights": weights, "state": optimizer.state_dict(), "out": out}
 
@@ -238,4 +246,5 @@ def test_ranks_equal_one(world, large, tmp_path):
         for key in ("first", "second"):
             a, b = many["state"][key][name], one["state"][key][name]
             assert torch.allclose(a, b, atol=1e-6), (key, name)
-    assert abs(many["out"][0] / one["out"][0] - 1) < 1e-5 and many["out"][1] == world
+    norms2 = many["out"]["grad_norm2"], one["out"]["grad_norm2"]
+    assert abs(norms2[0] / norms2[1] - 1) < 1e-5 and many["out"]["loss"] == world

@@ -11,7 +11,7 @@ from helpers import refused
 
 from looped.cache import KVCache
 from looped.files import file_hash
-from looped.randomness import sequence_key
+from looped.randomness import hash_key
 from looped.tokenizer import save_tokenizer
 from model import PRESETS, Model, ModelConfig
 from tools import sample
@@ -44,7 +44,7 @@ def texts(*lengths):
     """-> (lists of random tokens, their keys)."""
     rng = np.random.default_rng(1)
     rows = [rng.integers(0, 64, n).tolist() for n in lengths]
-    return rows, [sequence_key(3, i) for i in range(len(lengths))]
+    return rows, [hash_key(3, i) for i in range(len(lengths))]
 
 
 def padded(rows, keys):

@@ -67,7 +67,7 @@ def test_norms_equal_a_naive_loop(mechanism, injection):
     x = model.injection.inject(h0, inputs)
     want = {"h_0": norm(h0), "injection": norm(x)}
     for i in (2, 3):
-        x = model.blocks[i](x, cos, sin, inputs.values[i - 2])
+        x = model.blocks[i](x, cos, sin, inputs.value_rows[i - 2])
         want[f"block {i + 1}"] = norm(x)
     if injection == "none":
         want["less e"] = norm(x - inputs.write)

@@ -23,7 +23,7 @@ from core_eval import open_run
 from looped.console import fail
 from looped.depth import refuse_too_deep
 from looped.machine import pick_device
-from looped.randomness import SEED_EVAL, sequence_key
+from looped.randomness import FOR_EVAL, hash_key
 from looped.tokenizer import SPECIALS, encode
 from tools.sample import Depth, Sampling, generate
 
@@ -84,7 +84,7 @@ class Looped(model.TemplateLM):
 
     def key(self, context):
         """All continuations of a context begin with the same initial states."""
-        return sequence_key(self.seed, SEED_EVAL, zlib.crc32(str(context).encode()))
+        return hash_key(self.seed, FOR_EVAL, zlib.crc32(str(context).encode()))
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """[(…, context, continuation)] -> [(log-probability of the continuation, whether it is the

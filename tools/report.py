@@ -30,7 +30,6 @@ from looped.figures import (
     records_table,
     save_page,
 )
-from looped.files import json_hash
 from looped.logs import CoreRules, LoggedRun, read_run
 from looped.run_directory import CHANGEABLE
 from looped.settings import unheeded
@@ -95,11 +94,8 @@ def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
 
 
 def code(run: LoggedRun) -> str:
-    """A short hash of the code that trained; of older runs, of the network's code and of the changes
-    that were not committed.
-    """
-    older = json_hash([run.config.get("network_code"), run.config["git"].get("diff")])
-    return run.config.get("code", older)[:8]
+    """A short hash of the code that trained."""
+    return run.config["code"][:8]
 
 
 def compare_arms(runs: list[LoggedRun]) -> list[str]:
@@ -294,7 +290,11 @@ def main(argv=None):
     parser = Parser(description=__doc__, prog="python -m tools.report")
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories, the reference first")
-    add("--out", type=Path, help="for report.md and figures (default: the runs' common parent)")
+    add(
+        "--out",
+        type=Path,
+        help="for report.md and figures (default: the runs' common parent; of one run, the run)",
+    )
     args = parser.parse_args(argv)
     paths = [path.resolve() for path in args.runs]
     common = os.path.commonpath([path.parent for path in paths])

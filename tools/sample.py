@@ -31,7 +31,7 @@ from looped.console import (
 from looped.depth import even_plan, refuse_too_deep
 from looped.endings import lacks_memory
 from looped.machine import DEVICES, pick_device
-from looped.randomness import SEED_SAMPLE, sequence_key, uniforms
+from looped.randomness import FOR_SAMPLE, hash_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
 EXIT_THRESHOLD = 5e-4  # nats: the threshold of --depth auto
@@ -138,7 +138,7 @@ def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampl
         if not torch.isfinite(logits).all():
             why = "training diverged, or the depth is too large"
             fail(f"the model's answer at depth {depth.loops} is not finite: {why}")
-        u = [uniforms(sequence_key(key, 1), np.array([number]))[0] for key in keys]
+        u = [uniforms(hash_key(key, 1), np.array([number]))[0] for key in keys]
         drawn = pick(logits, torch.tensor(u), how).tolist()
         ids = torch.tensor(drawn, device=row_keys.device)[:, None]
         taken = taken[going]
@@ -228,7 +228,7 @@ def main(argv=None):
     depth = chosen_depth(args, model.cfg)
     stop = frozenset(enc.encode_single_token(name) for name in SPECIALS)
     how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens, stop)
-    keys = [sequence_key(args.seed, SEED_SAMPLE, i) for i in range(args.num)]
+    keys = [hash_key(args.seed, FOR_SAMPLE, i) for i in range(args.num)]
     for text in args.prompt:
         try:
             write_texts(model, enc, text, keys, depth, how)

@@ -35,12 +35,12 @@ from dataloader import PackedData
 from looped.console import (
     DAMAGE,
     Parser,
-    counts,
     flag,
-    numbers,
+    non_negative_ints,
     one_line,
     outside,
     positive_int,
+    positive_ints,
     refuse,
     run_cli,
 )
@@ -285,12 +285,12 @@ def parse_args():
     )
     add(
         "--depth",
-        type=counts,
+        type=positive_ints,
         help="loops, one or several between commas (default: the run's mu_rec)",
     )
     add(
         "--seeds",
-        type=numbers,
+        type=non_negative_ints,
         help="of shots and initial states (default: parcae 1234,2345,3456; others 1234)",
     )
     add("--max-per-task", type=positive_int, help="examples (default: all)")

@@ -46,7 +46,6 @@ from looped.checkpoint import (
 )
 from looped.console import (
     Parser,
-    counts,
     fail,
     flag,
     non_negative_float,
@@ -54,6 +53,7 @@ from looped.console import (
     one_line,
     positive_float,
     positive_int,
+    positive_ints,
     refuse,
     run_cli,
 )
@@ -237,7 +237,7 @@ def parse_args(argv=None, prog="train.py", about=__doc__):
     add("--eval-every", type=non_negative_int, default=0,
         help="steps between validations (default: a fifth of the run)")
     add("--eval-tokens", type=positive_float, help="validation tokens (default: the recipe's)")
-    add("--eval-depths", type=counts,
+    add("--eval-depths", type=positive_ints,
         help="depths of every validation beside mu_rec, e.g. 1,4,8; each costs a forward pass (default: "
              f"none in training, {FINAL_DEPTHS} at its end)")
     add("--core-every", type=non_negative_int, default=0,

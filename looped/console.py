@@ -151,8 +151,8 @@ def wait_until(ready, patience, what, caught=()):
         polls += 1
 
 
-def numbers(text: str, least: int = 0) -> list[int]:
-    """An argparse type: whole numbers from `least` on between commas, each once."""
+def ints(text: str, least: int) -> list[int]:
+    """Whole numbers from `least` on between commas, each once."""
     if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", text):
         raise argparse.ArgumentTypeError(f"{text} must be whole numbers, e.g. 1,2,4")
     found = sorted({int(x) for x in text.split(",")})
@@ -163,6 +163,11 @@ def numbers(text: str, least: int = 0) -> list[int]:
     return found
 
 
-def counts(text: str) -> list[int]:
-    """An argparse type: whole numbers from 1 on between commas, each once."""
-    return numbers(text, 1)
+def non_negative_ints(text: str) -> list[int]:
+    """An argparse type."""
+    return ints(text, 0)
+
+
+def positive_ints(text: str) -> list[int]:
+    """An argparse type."""
+    return ints(text, 1)

@@ -7,7 +7,6 @@ deviation and its value by seed, and counts of what was odd in its examples.
 
 import itertools
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +67,10 @@ def task_entry(work: EncodedTask, results: dict, baselines: str) -> dict:
         counts = [result[name].sum() for result in results.values()]
         entry[name] = int(sum(counts))
     if work.protocol == "lambada":
-        perplexities = {seed: math.exp(result["nats"].mean()) for seed, result in results.items()}
+        perplexities = {}
+        for seed, result in results.items():
+            with np.errstate(over="ignore"):  # of a diverged model: infinite
+                perplexities[seed] = float(np.exp(result["nats"].mean()))
         entry["perplexity"] = spread(perplexities)
     return entry
 

@@ -107,7 +107,7 @@ def read_run(path: Path, name: str = "") -> LoggedRun:
             depth=depth,
             loss=last["loss"].get(depth, math.nan),
             unigram=unigram_entropy(path, config["data"]["path"]),
-            notes=faults(log, last) + changes_of_code(log, config.get("code")) + stale,
+            notes=faults(log, last) + changes_of_code(log, config["code"]) + stale,
         )
 
 
@@ -164,13 +164,13 @@ def faults(log: Log, last: dict) -> list[str]:
     return notes
 
 
-def changes_of_code(log: Log, code: str | None) -> list[str]:
+def changes_of_code(log: Log, code: str) -> list[str]:
     """Where a run was continued by other code than before; code: the hash that it began with."""
     notes = []
     for start in log.starts:
-        new = start.get("code", code)
+        new = start["code"]
         trained = start["step"] < log.train[-1]["step"]
-        if code and new != code and trained:
+        if new != code and trained:
             notes.append(f"trained by other code ({new[:8]}) after step {start['step']}")
         code = new
     return notes

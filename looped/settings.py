@@ -5,7 +5,7 @@ are refused.
 import math
 from importlib.util import find_spec
 
-from looped.console import counts, flag, refuse
+from looped.console import flag, positive_ints, refuse
 from looped.depth import refuse_too_deep
 from looped.files import file_hash
 from looped.memory import device_batches
@@ -137,7 +137,7 @@ def eval_depths(args, cfg, final: bool) -> list[int]:
     """Depths of a validation: mu_rec and those asked for."""
     if cfg.n_core == 0:
         return [0]
-    usual = counts(FINAL_DEPTHS) if final else []
+    usual = positive_ints(FINAL_DEPTHS) if final else []
     return sorted({cfg.mu_rec, *(args.eval_depths or usual)})
 
 

@@ -31,7 +31,7 @@ import torch
 
 import train
 from dataloader import PackedData
-from looped.console import Parser, counts, fail, numbers, positive_int, run_cli
+from looped.console import Parser, fail, non_negative_ints, positive_int, positive_ints, run_cli
 from looped.machine import ONE_PROCESS
 from model import PRESETS, parameter_count
 from studies import ledger
@@ -136,7 +136,7 @@ def jobs_of(args, arms: list[Arm]) -> list[Job]:
             told.append(given.dtype)
         digest = zlib.crc32(json.dumps(told, sort_keys=True).encode())
         name = f"{given.preset}-{digest:08x}"
-        depths = counts(EXPERIMENTS[args.name].depths) if settings["n_core"] else []
+        depths = positive_ints(EXPERIMENTS[args.name].depths) if settings["n_core"] else []
         for seed in args.seeds:
             path = RUNS / f"{name}-s{seed}"
             own = [*flags, "--seed", str(seed), "--out", str(path), "--resume"]
@@ -269,7 +269,7 @@ def parse_args(argv):
     add("name", choices=EXPERIMENTS, help="the comparison")
     add("--scale", default="nano", help="size of the presets (default: %(default)s)")
     seeds = "between commas (default: the comparison's own at nano, else 0)"
-    add("--seeds", type=numbers, help=seeds)
+    add("--seeds", type=non_negative_ints, help=seeds)
     rows = "packed rows, or for --page the beginning of their hash"
     add("--data", help=f"{rows} (default at nano: Python's own library)")
     only = "arms whose name has one of these texts, between semicolons (default: all)"

@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 from slow_core import slow_rendered, slow_task  # noqa: E402
 
 import core_eval as ce  # noqa: E402
-from looped.console import counts, run_cli  # noqa: E402
+from looped.console import positive_ints, run_cli  # noqa: E402
 from looped.core_tasks import load_panel  # noqa: E402
 from looped.tokenizer import load_tokenizer  # noqa: E402
 from model import Model, ModelConfig, load_run  # noqa: E402
@@ -113,7 +113,7 @@ def parse_args():
     add("--tokenizer", default="data/tokenizer.json", help="when no run is given")
     add("--panel", default="core-extended", choices=["core", "core-extended"])
     add("--protocol", default="parcae", choices=["parcae", "dclm"])
-    add("--depth", type=counts, default="8", help="loops, between commas")
+    add("--depth", type=positive_ints, default="8", help="loops, between commas")
     add("--seq-len", type=int, default=256, help="context of the random model, tokens")
     add("--max-per-task", type=int, default=100, help="examples")
     add("--host", type=int, nargs="+", help="measure the host's work alone, for so many ranks")

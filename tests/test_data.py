@@ -147,19 +147,6 @@ def test_a_second_run_does_nothing_and_a_changed_source_is_packed_again(folder, 
     assert contents(rows) == contents(tmp_path / "fresh")
 
 
-def test_rows_of_an_earlier_version_are_read_and_kept(folder, tokenizer, rows):
-    manifest = read_checked(rows / "manifest.json")
-    stream = dl.PackedData(rows).stream_ids(0, 0, 100)
-    for entry in [manifest["val"], *manifest["train"]]:
-        del entry["counts"]
-        entry["max_rows"] = 0
-    write_checked(rows / "manifest.json", manifest | {"documents": 900})
-    assert (dl.PackedData(rows).stream_ids(0, 0, 100) == stream).all()
-    earlier = times(rows)
-    pack(folder, tokenizer, rows)
-    assert times(rows) == earlier
-
-
 def test_other_settings_are_refused(folder, tokenizer, rows, tmp_path, capsys):
     before, other = contents(rows), tmp_path / "other.json"
     save_tokenizer(other, train_bpe(iter(documents(200, seed=10)), 300))

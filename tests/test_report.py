@@ -24,6 +24,8 @@ CONFIG = {
     "params": 1_180_000,
     "flops_per_token": 2.5e7,
     "git": {"commit": "abc", "diff": ""},
+    "network_code": "n0",
+    "code": "c0",
     "versions": {"python": "3.12.1", "torch": "2.13.0"},
     "machine": "x86_64, 2 cores",
     "ranks": 1,
@@ -260,14 +262,14 @@ def test_what_else_differs_is_a_warning(tmp_path, change, warning):
 
 def test_edits_without_a_flag_are_arms_of_their_own_and_repeated_runs_are_named(tmp_path):
     base = make_run(tmp_path / "base")
-    loop = make_run(tmp_path / "loop", shift=0.01, network_code="abcd")
-    other = make_run(tmp_path / "other", shift=0.02, network_code="abce")
-    rule = make_run(tmp_path / "rule", shift=0.03, git={"diff": "muon.py"})
+    loop = make_run(tmp_path / "loop", shift=0.01, code="c1")
+    other = make_run(tmp_path / "other", shift=0.02, code="c2")
+    rule = make_run(tmp_path / "rule", shift=0.03, code="c3")
     said = [text for text in compare(base, loop, other, rule) if text.startswith("With other code")]
     for text, gap in zip(said, ("+0.0100", "+0.0200", "+0.0300"), strict=True):
         assert f"the loss changes by {gap} nats/token, n = 1" in text
-    here = {"code": "c0", "git": {"diff": "a comment in tools/"}}
-    same = make_run(tmp_path / "same", code="c0"), make_run(tmp_path / "comment", **here)
+    comment = {"git": {"diff": "a comment in tools/"}}
+    same = make_run(tmp_path / "same"), make_run(tmp_path / "comment", **comment)
     assert not [text for text in compare(*same) if text.startswith("With other code")]
     twice = make_run(tmp_path / "twice", shift=0.04)
     (said,) = compare(base, twice)
@@ -350,7 +352,7 @@ def test_the_flat_twin_differs_in_one_thing_and_so_do_the_gains(tmp_path, run_re
 
 def test_unfinished_damaged_and_diverged_runs_are_named(tmp_path, run_report):
     good, cut, bad = (make_run(tmp_path / name) for name in ("good", "cut", "bad"))
-    write_log(good, [{"kind": "start", "step": 0, "choices": {}}, *log_of(good)])
+    write_log(good, [{"kind": "start", "step": 0, "choices": {}, "code": "c0"}, *log_of(good)])
     lines = (cut / "log.jsonl").read_text().splitlines()
     (cut / "log.jsonl").write_text("\n".join(lines[:70]) + "\n" + lines[70][:33])
     log = log_of(bad)

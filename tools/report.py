@@ -66,11 +66,11 @@ SHARED = [
 
 def settings(run: LoggedRun) -> dict:
     """The flags that have an effect on a run's numbers, the dtype that they settled, and the rows;
-    what an older run lacks had the default.
+    a flag of the network that an older run lacks had the default.
     """
-    flags = asdict(ModelConfig()) | run.flags | {"dtype": run.config.get("dtype")}
+    flags = asdict(ModelConfig()) | run.flags | {"dtype": run.config["dtype"]}
     told = {name: value for name, value in flags.items() if name not in CHANGEABLE}
-    return told | {"rows": run.config["data"].get("sha256", "")[:8]}
+    return told | {"rows": run.config["data"]["sha256"][:8]}
 
 
 def changes(run: LoggedRun, base: LoggedRun) -> list[str]:

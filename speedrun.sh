@@ -7,7 +7,7 @@
 #   bash speedrun.sh setup                 the environment only
 # Run again, it continues where it stopped: finished stages are skipped, training resumes.
 set -euo pipefail
-cd "$(dirname "$0")"
+CDPATH='' cd "$(dirname "$0")"
 case "${1:-}" in
 "" | setup) ;;
 *) sed -n '2,8s/^# \{0,1\}//p' speedrun.sh; exit 2 ;;

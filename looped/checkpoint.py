@@ -114,8 +114,9 @@ def read_checkpoint(path: Path) -> dict:
         # of a file that was cut torch's reader looks for a place before its start
         if isinstance(e, OSError) and e.errno != errno.EINVAL:
             raise
-        kind = type(e).__name__
-        raise ValueError(f"{path} is not a checkpoint ({kind}); delete it") from None
+        # it may be whole: torch opens no name that is not UTF-8
+        why = f"is not a checkpoint, or its name is not UTF-8 ({type(e).__name__})"
+        raise ValueError(f"{path} {why}; move it away") from None
 
 
 def differences(old: dict, new: dict) -> list[str]:

@@ -33,7 +33,8 @@ def write_atomic(path, content):
             e.filename = str(path)  # a full disk does not say which file
         raise
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the rename, too, must reach the disk
+    with contextlib.suppress(OSError):  # some file systems cannot
+        os.fsync(folder)  # the rename, too, must reach the disk
     os.close(folder)
 
 

@@ -111,6 +111,8 @@ def distributed(name: str) -> Place:
         gpu = device if device.type == "cuda" else None
         backend = "nccl" if gpu else "gloo"
         # gloo gives the others the address that the machine's name leads to, often 127.0.1.1
+        if not dist.is_torchelastic_launched():
+            note(f"waiting for all {world} processes; to train with one: unset RANK WORLD_SIZE")
         advice = "if they are on several machines, name each one's network: GLOO_SOCKET_IFNAME=eth0"
         with (
             outside("ranks cannot meet", "start them with torchrun", ValueError),

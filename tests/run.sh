@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every check of this repository: style, then tests. Makes the same .venv as speedrun.sh if it is missing.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 PY= bash speedrun.sh setup
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

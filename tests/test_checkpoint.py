@@ -1,5 +1,9 @@
 """Checkpoints: what is written, and what a failure on the way leaves."""
 
+import errno
+import os
+import stat
+
 import pytest
 import torch
 
@@ -13,6 +17,7 @@ from looped.checkpoint import (
     set_aside_newer,
     write_checkpoint,
 )
+from looped.files import write_atomic
 from model import PRESETS, Model
 from muon import AdamW, Optimizer
 
@@ -89,3 +94,16 @@ def test_no_checksum_is_of_another_file(tmp_path, monkeypatch):
     for step in (2, 3, 4):
         write_checkpoint(tmp_path / f"step_000000{step}.pt", {})
     assert len(list(tmp_path.glob("*.sha256"))) == len(list(tmp_path.glob("*.pt"))) == 2
+
+
+def test_a_file_system_that_does_not_flush_folders_is_borne(tmp_path, monkeypatch):
+    flush = os.fsync
+
+    def files_alone(number):
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flush(number)
+
+    monkeypatch.setattr(os, "fsync", files_alone)
+    write_atomic(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"

@@ -1066,7 +1066,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(
     spoil_checkpoint(run, **changes)
     before = contents(run)
     line = refused(capsys, lambda: here(packed, run, "--resume"), words)
-    assert ("delete it" in line) == (words == "is not a checkpoint")
+    assert ("move it away" in line) == (words == "is not a checkpoint")
     assert contents(run) == before and not (tmp_path / "pwned").exists()
     if "optimizer" not in changes:
         with pytest.raises(ValueError):

@@ -1028,13 +1028,16 @@ class Model(nn.Module):
         else:
             self.token_losses = compiled(self.token_losses, dynamic=False)
 
+    def __getstate__(self) -> dict:
+        """What copies are made of: all but the compiled pieces, which would use this model's weights."""
+        state = self.__dict__ | {"whole_step": None}
+        for name in (*self.PIECES, "initial_state"):
+            state.pop(name, None)
+        return state
+
     def uncompiled(self) -> "Model":
         """The same weights, with pieces that are not compiled: for shapes that vary."""
-        view = copy.copy(self)
-        view.whole_step = None
-        for name in self.PIECES:
-            view.__dict__.pop(name, None)
-        return view
+        return copy.copy(self)
 
 
 def input_std(d_model: int) -> float:

@@ -43,7 +43,8 @@ class Watch:
         if not all(map(torch.equal, self.generators, generator_states(self.device))):
             note(
                 "the network draws from torch's generator, so micro-batches, ranks and --resume "
-                "change its numbers; make them of keys, as Model.initial_state does"
+                "change its numbers, and validation draws too; make them of keys, as "
+                "Model.initial_state does"
             )
         left_out = [name for name, reached in self.reached.items() if not reached]
         if left_out:

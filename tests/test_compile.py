@@ -1,5 +1,6 @@
 """After the warm-up nothing is compiled anew and nothing runs uncompiled: counted on the CPU, by dynamo and by calls."""
 
+import copy
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -105,6 +106,24 @@ def test_all_rows_run_the_graphs_of_their_number(recomputed):
         ran.clear()
         model.loss(*inputs, np.array(n), np.array(k))[0].backward()
         assert set(ran) == expected
+
+
+@pytest.mark.parametrize("for_cpu", [False, True])
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(for_cpu):
+    """As an average of weights, or a frozen teacher, must."""
+    torch._dynamo.reset()
+    model, plain = Model(SMALL), Model(SMALL)
+    model.init_weights(0)
+    model.compile_pieces(backend="eager", for_cpu=for_cpu)
+    own = copy.deepcopy(model)
+    for other in (own, plain):
+        other.init_weights(1)
+    some = batch(SMALL, 4, 0)
+    rows = (some.tokens[:, :-1], some.tokens[:, 1:], [1, 4], some.keys)
+    want, found, others = plain.losses(*rows), own.losses(*rows), model.losses(*rows)
+    for depth, losses in want.items():
+        assert torch.equal(found[depth], losses) and not torch.equal(others[depth], losses)
+    assert own.whole_step is None and model.whole_step is not None
 
 
 def test_on_a_gpu_the_warm_up_meets_every_number_of_rows():

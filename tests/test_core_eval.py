@@ -178,10 +178,62 @@ def test_the_table_of_tasks_is_the_public_one():
     assert sorted(fine.values()) == [1, 1, 2, 2, 2, 3, 3, 3, 5]
     assert list(Counter(task.family for task in TASKS).values()) == [8, 7, 8, 11, 8, 4]
     assert sum(task.chance["v1"] != task.chance["v2"] for task in TASKS) == 12
-    chance = {task.label: task.chance["v1"] for task in TASKS[22:]}
-    assert (chance["siqa"], chance["logi_qa"]) == (33.3, 27)
     shots = [0, 10, 10, 10, 10, 0, 10, 10, 0, 0, 10, 0, 0, 10, 3, 10, 10, 10, 10, 0, 10, 10]
-    assert [task.shots for task in TASKS[:22]] == shots
+    more = [0, 5, 10, 10, 10, 10, 10, 0, 10, 10, 10, 10, 10, 10, 10, 10, 3, 3, 10, 3, 10, 10, 10, 3]
+    assert [task.shots for task in TASKS] == shots + more
+    v1 = [
+        25,
+        25,
+        33.3,
+        50,
+        20,
+        50,
+        50,
+        0,
+        25,
+        20,
+        20,
+        0,
+        0,
+        20,
+        27,
+        0,
+        20,
+        20,
+        20,
+        25,
+        50,
+        50,
+        50,
+        50,
+    ]
+    v2 = [
+        25,
+        25,
+        50,
+        50,
+        25,
+        50,
+        50,
+        0,
+        33,
+        25,
+        25,
+        0,
+        0,
+        20,
+        25,
+        0,
+        25,
+        25,
+        25,
+        25,
+        50,
+        50,
+        50,
+        50,
+    ]
+    assert [(task.chance["v1"], task.chance["v2"]) for task in TASKS[22:]] == list(zip(v1, v2))
     of_lines = "jeopardy arc_easy arc_challenge piqa boolq mmlu_fewshot logi_qa"
     for name, value, labels in (
         ("kind", "schema", "winograd winogrande"),
@@ -981,13 +1033,17 @@ def test_validation_is_on_the_rows_of_the_run(enc, net, monkeypatch, capsys):
         refused(capsys, lambda: ce.validation(net, enc, config, settings), said)  # noqa: B023
 
 
-def test_a_validation_loss_that_is_no_number_is_no_score(packed, enc, capsys):
+def test_the_score_of_validation_is_the_mean_over_all_rows(packed, enc, capsys):
     data = PackedData(packed)
     tokens = {"sha256": data.manifest["tokenizer_sha256"]}
     config = {"tokenizer": tokens, "data": {"path": str(packed), "sha256": data.sha256()}}
     model = Losses()
     model.cfg = SimpleNamespace(seq_len=data.seq_len)
-    settings = ce.Settings([math.nan], [1])  # Losses gives each token its id times the depth
+    targets = data.get("val", range(data.rows("val")))[:, 1:]
+    settings = ce.Settings([1, 2], [1])  # Losses gives each token its id times the depth
+    for depth, record in ce.validation(model, enc, config, settings).items():
+        assert record["aggregate"]["mean"] == pytest.approx(targets.mean() * depth, rel=1e-12)
+    settings = ce.Settings([math.nan], [1])
     refused(capsys, lambda: ce.validation(model, enc, config, settings), "training diverged")
 
 

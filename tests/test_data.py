@@ -350,6 +350,8 @@ def test_stream_is_the_same_for_any_rank_count_and_micro_batch(rows):
     assert sorted(stream[:n]) == sorted(stream[n : 2 * n]) == list(range(n))
     assert (stream[:n] != stream[n : 2 * n]).any()
     assert (stream[:n] != data.stream_ids(8, 0, n)).any()
+    # as in published runs: the key of a permutation is seed, epoch, block
+    assert (stream[n : 2 * n] == dl.permute(np.arange(n), n, "7 1 0")).all()
     for world, micro in (1, 24), (2, 4), (3, 8), (8, 3), (24, 1):
         merged = np.full(240, -1)
         for rank in range(world):

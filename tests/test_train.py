@@ -34,7 +34,7 @@ from oracle import Oracle, SlowOptimizer
 import core_eval
 import train
 from dataloader import PackedData
-from looped import machine
+from looped import checkpoint, machine
 from looped.checkpoint import (
     checkpoints,
     checksum_file,
@@ -223,15 +223,36 @@ def test_the_log_tells_the_tokens_and_the_rates_of_each_step(base):
         assert record["lr_multiple"] == train.schedule(step - 1, STEPS, args).lr
 
 
+def test_the_record_is_the_same_where_a_steps_numbers_are_read_one_step_later(
+    base, packed, tmp_path, monkeypatch
+):
+    """As on GPUs, which are given the next step before."""
+
+    class Gpu(Place):
+        is_gpu = True
+
+    def train_steps(run, *rest, real=train.train_steps):
+        run.place = Gpu(*run.place)
+        return real(run, *rest)
+
+    real = train.from_device
+    monkeypatch.setattr(train, "train_steps", train_steps)
+    monkeypatch.setattr(train, "from_device", lambda numbers, place: real(numbers, ONE_PROCESS))
+    here(packed, tmp_path / "r")
+    assert log(tmp_path / "r") == log(base)
+
+
 def test_flags_reach_the_model_and_its_optimiser():
     line = "--muon-lr 1 --adam-lr 2 --weight-decay 3 --clip 0.3 --seed 5"
-    args = train.parse_args([*line.split(), "--checkpoint-loops", "--dtype", "bfloat16"])
+    more = ["--checkpoint-loops", "--dtype", "bfloat16", "--residual-dtype", "float32"]
+    args = train.parse_args([*line.split(), *more])
     settle(args, NETWORK, train.recipe_of("nano"), 1)
     model, optimizer, _ = train.build(args, NETWORK, None, None, ONE_PROCESS, compiled=False)
     rules = {type(rule): rule for rule, _ in optimizer.buffers}
     assert (rules[AdamW].lr, rules[Muon].lr, rules[Muon].weight_decay) == (2, 1, 3)
     assert (rules[AdamW].betas, rules[AdamW].eps) == ((0.8, 0.95), 1e-10)
-    assert optimizer.clip == 0.3 and model.checkpoint_loops and model.dtype == torch.bfloat16
+    assert optimizer.clip == 0.3 and model.checkpoint_loops
+    assert (model.dtype, model.residual_dtype) == (torch.bfloat16, torch.float32)
     same = Model(NETWORK)
     same.init_weights(5)
     weights = model.state_dict()
@@ -435,6 +456,8 @@ def test_schedule():
     assert lrs[0] == 0.1 and lrs[9:81] == [1.0] * 72
     assert abs(lrs[90] - 0.5) < 1e-12 and abs(lrs[99] - 0.05) < 1e-12
     assert train.schedule(0, 100, args).momentum == 0.95
+    args = argparse.Namespace(warmup=0.1, cooldown=0.2, momentum_warmup=0)  # shares of the run
+    assert [train.schedule(step, 100, args).lr for step in range(100)] == lrs
 
 
 def test_deal_gives_every_sequence_once_and_ranks_equal_work():
@@ -747,6 +770,18 @@ def test_rest_of_cores_is_counted_from_the_systems_ticks(tmp_path, monkeypatch):
     assert rested.tolist() == pytest.approx([0.23, 0.01, 0.1])
 
 
+def test_how_long_ranks_wait_for_each_other(tmp_path):
+    """Five minutes in training, an hour around it."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        for training, seconds in ((True, 300), (False, 3600)):
+            machine.limit_waiting(Place(0, 2, torch.device("cpu")), training)
+            group = dist.group.WORLD._get_backend(torch.device("cpu"))
+            assert group.options._timeout == timedelta(seconds=seconds)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_all_ranks_stop_together_when_one_is_asked_to_in_the_last_step(packed, tmp_path):
     script = tmp_path / "signalled.py"
     script.write_text(f"""
@@ -1011,11 +1046,33 @@ def test_a_checkpoint_that_was_cut_is_refused_in_one_line(size, base, tmp_path, 
         load_run(run)
 
 
+def test_a_last_checkpoint_that_is_not_written_ends_the_run_with_an_error(
+    packed, tmp_path, monkeypatch, capsys
+):
+    def full(path, state, keep_every):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
+    with pytest.raises(SystemExit) as stop:
+        here(packed, tmp_path / "r", "--save-every", "1000")
+    assert stop.value.code == 1
+    assert "after step 12: " in capsys.readouterr().err
+
+
 def test_a_run_is_loaded_with_its_residual_stream(packed, tmp_path):
     here(packed, tmp_path / "r", "--dtype", "bfloat16", "--residual-dtype", "float32")
     model = load_run(tmp_path / "r")[0]
     assert (model.dtype, model.residual_dtype) == (torch.bfloat16, torch.float32)
     assert load_run(tmp_path / "r", dtype=torch.float32)[0].residual_dtype is None
+
+
+def test_a_changed_training_token_is_refused(packed, tmp_path, capsys):
+    rows = shutil.copytree(packed, tmp_path / "rows")
+    (shard,) = rows.glob("shard_*.npy")
+    changed = bytearray(shard.read_bytes())
+    changed[150] ^= 1  # still a token
+    shard.write_bytes(changed)
+    refused(capsys, lambda: here(rows, tmp_path / "r"), f"{shard.name} is damaged")
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoints_alone(base, tmp_path):
@@ -1288,6 +1345,12 @@ def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path, capsys):
         "--init-from",
         "other weights: --d-mlp 64 (now 48)",
     )
+    tokenizer = shutil.copytree(base, tmp_path / "tokenizer")
+    config = json.loads((tokenizer / "config.json").read_text())
+    config["tokenizer"]["sha256"] = "0" * 64
+    (tokenizer / "config.json").write_text(json.dumps(config))
+    begin = ["--init-from", tokenizer]
+    refused(capsys, lambda: here(packed, tmp_path / "other", *begin), "another tokenizer")
     for other in (["--init-from", "nowhere"], ["--core-every", "1", "--bundle", "nowhere"]):
         refused(capsys, lambda other=other: here(packed, tmp_path / "other", *other), "nowhere")
     assert not (tmp_path / "other").exists()  # the corrected command may make it

@@ -1,6 +1,7 @@
 """Files that are whole or not there: atomic writing, checksums, locks."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -33,9 +34,13 @@ def write_atomic(path, content):
             e.filename = str(path)  # a full disk does not say which file
         raise
     folder = os.open(path.parent, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some file systems cannot
+    try:
         os.fsync(folder)  # the rename, too, must reach the disk
-    os.close(folder)
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # as file systems say that have no such thing
+            raise
+    finally:
+        os.close(folder)
 
 
 @contextlib.contextmanager

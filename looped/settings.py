@@ -141,8 +141,11 @@ def eval_depths(args, cfg, final: bool) -> list[int]:
     return sorted({cfg.mu_rec, *(args.eval_depths or usual)})
 
 
-def check_rows(data, cfg, batch_size: int) -> None:
-    """Refuses packed rows of another tokenizer, length or vocabulary, or too few for one step."""
+def check_rows(data, cfg, batch_size: int | None) -> None:
+    """Refuses packed rows of another tokenizer, length or vocabulary, or too few for one step.
+
+    batch_size: None if no step is to be taken.
+    """
     folder = data.folder
     packed = data.manifest
     if file_hash(folder / "tokenizer.json") != packed["tokenizer_sha256"]:
@@ -155,7 +158,7 @@ def check_rows(data, cfg, batch_size: int) -> None:
                 f"{folder} was packed with {name} {packed[name]}, the model has {wanted}; {advice}"
             )
     there = data.rows("train")
-    if packed["complete"] and there < batch_size:
+    if batch_size and packed["complete"] and there < batch_size:
         advice = f"give more text, or try --batch-size {there}"
         refuse(
             f"{folder} has {there} training rows, fewer than --batch-size {batch_size}; {advice}"

@@ -138,14 +138,16 @@ def wait_for_steps(run, count, processes):
 
 
 def two_machines(*lines):
-    """Command lines of two ranks, each the only one of its machine -> their processes."""
+    """Command lines of two ranks, each the only one of its machine, as torchrun starts them -> their
+    processes.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     ranks = []
     for rank, line in enumerate(lines):
         env = ENV | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env |= {"WORLD_SIZE": "2", "RANK": str(rank)}
+        env |= {"WORLD_SIZE": "2", "RANK": str(rank), "TORCHELASTIC_RUN_ID": "none"}
         # torch warns where the machine's own name does not resolve, as a Mac's often does not
         env["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         ranks.append(subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True))

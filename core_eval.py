@@ -35,6 +35,7 @@ from dataloader import PackedData
 from looped.console import (
     DAMAGE,
     Parser,
+    fail,
     flag,
     non_negative_ints,
     one_line,
@@ -342,7 +343,8 @@ def open_run(run, device):
         known = config["tokenizer"]["sha256"]
         source = config["tokenizer"]["path"]
     except (FileNotFoundError, RuntimeError, *DAMAGE) as e:
-        refuse(f"{run}: {one_line(e)}; name a run with a checkpoint, made by this code")
+        # maybe on this rank alone: a run in training removes older checkpoints
+        fail(f"{run}: {one_line(e)}; name a run with a checkpoint, made by this code")
     if not path.is_file() or file_hash(path) != known:
         mend = f"copy {source} there, or import the weights again"
         refuse(f"{path} is not there, or not the tokenizer of the checkpoint; {mend}")

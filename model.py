@@ -503,12 +503,12 @@ class ModelConfig:
             raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
         if self.mu_bwd == 0:
             self.mu_bwd = math.ceil(self.mu_rec / 2)
-        if not 0 < self.ssm_decay < 1:
-            raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, excluded")
         if self.mu_bwd > self.mu_rec:
             raise ValueError(
                 f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}"
             )
+        if not 0 < self.ssm_decay < 1:
+            raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, excluded")
 
     def _check_shapes(self):
         # a head's channels rotate in pairs; half of the pairs may be the preceding token's
@@ -1030,7 +1030,7 @@ class Model(nn.Module):
 
     def __getstate__(self) -> dict:
         """What copies are made of: all but the compiled pieces, which would use this model's weights."""
-        state = self.__dict__ | {"whole_step": None}
+        state = self.__dict__ | {"whole_step": None, "is_compiled": False}
         for name in (*self.PIECES, "initial_state"):
             state.pop(name, None)
         return state

@@ -79,7 +79,7 @@ from looped.machine import (
     take_from_first,
     to_device,
 )
-from looped.memory import DEVICE_BATCH, check_memory, fit_memory, settle_chunks
+from looped.memory import CPU_CHUNK, DEVICE_BATCH, check_memory, fit_memory, settle_chunks
 from looped.randomness import FOR_STATE, hash_keys
 from looped.run_directory import (
     RunLog,
@@ -260,7 +260,8 @@ def parse_args(argv=None, prog="train.py", about=__doc__):
     add("--compile", default="auto", choices=("auto", "on", "off"),
         help="torch.compile (auto: on NVIDIA GPUs, and for long runs on a CPU)")
     add("--loss-chunk", type=non_negative_int,
-        help="tokens whose logits exist at once; 0: all (default: by memory on a GPU, 256 on a CPU)")
+        help="tokens whose logits exist at once; 0: all (default: by memory on a GPU, "
+             f"{CPU_CHUNK} on a CPU)")
     add("--checkpoint-loops", action=argparse.BooleanOptionalAction, default=False,
         help="recompute loops in the backward pass: less memory, more work")
     return parser.parse_args(argv)
@@ -440,18 +441,21 @@ def training_step(
         loss, stats = model.loss(ids, targets, part.keys, part.n, part.k)
         (loss / batch.step_tokens).backward()
         found = {"loss": loss.detach(), **stats}
-        check_statistics(stats, found.keys() ^ (means or found).keys())
+        check_statistics(stats, means)
         for name, value in found.items():
             means[name] = means.get(name, 0.0) + value / batch.step_tokens
     return optimizer.step(rates, means | own)
 
 
-def check_statistics(stats: dict, unlike: set) -> None:
-    """Refuses statistics that cannot be logged; unlike: names that not every micro-batch has."""
+def check_statistics(stats: dict, means: dict) -> None:
+    """Refuses statistics that cannot be logged; means: those of the micro-batches before, and the
+    loss, if this is not the first.
+    """
     taken = stats.keys() & LOGGED
     if taken:
         raise ValueError(f"a statistic is called {min(taken)}, as a field of the log is; rename it")
-    if unlike:
+    unlike = stats.keys() ^ (means.keys() - {"loss"})
+    if means and unlike:
         raise ValueError(f"not every micro-batch has the statistic {min(unlike)}; give it to all")
     for name, value in stats.items():
         shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__

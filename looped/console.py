@@ -164,10 +164,10 @@ def ints(text: str, least: int) -> list[int]:
 
 
 def non_negative_ints(text: str) -> list[int]:
-    """An argparse type."""
+    """An argparse type: whole numbers from 0 on between commas, each once."""
     return ints(text, 0)
 
 
 def positive_ints(text: str) -> list[int]:
-    """An argparse type."""
+    """An argparse type: whole numbers from 1 on between commas, each once."""
     return ints(text, 1)

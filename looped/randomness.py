@@ -40,7 +40,7 @@ def uniforms(key: int, index: np.ndarray) -> np.ndarray:
     """One float64 in (0, 1) for each index, a function of (key, index) alone."""
     z = mix64(index.astype(np.uint64) ^ mix64(key & MASK))
     u = ((z >> 11) + 0.5) * 2.0**-53
-    return np.minimum(u, 1 - 2.0**-53)  # the last of them are rounded to 1
+    return np.minimum(u, 1 - 2.0**-53)  # the largest would be rounded to 1
 
 
 def hashed_normal(

@@ -401,7 +401,7 @@ def run_panel(args, model, enc, path, header: dict, settings: Settings) -> dict:
     saved when it is done.
     """
     place = settings.place
-    protocol = {"nanochat": "parcae"}.get(args.protocol, args.protocol)
+    protocol = "parcae" if args.protocol == "nanochat" else args.protocol
     if args.panel == "lambada":
         protocol = "lambada"
     bundle = bundle_at(args.bundle, place.rank) if args.panel != "own" else None

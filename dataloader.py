@@ -67,8 +67,9 @@ def best_fit(documents, row):
             insort(waiting, (len(tokens), i, tokens[:row].copy()))
         if not waiting:
             break
-        fits = bisect_left(waiting, (room + 1,))  # how many fit; if none, the shortest is cropped
-        length = waiting[max(0, fits - 1)][0]
+        fits = bisect_left(waiting, (room + 1,))  # how many documents fit
+        chosen = fits - 1 if fits else 0  # the longest of them, else the shortest, cropped
+        length = waiting[chosen][0]
         first = bisect_left(waiting, (length,))  # of that length
         tokens = waiting.pop(first)[2][:room]
         parts.append(tokens)

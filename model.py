@@ -11,7 +11,7 @@ Looped language models: a Transformer whose middle block is applied a variable n
     gain = (1 - decay) / a   `zoh`     Exact-ZOH (Huang 2026): the held-input integral, solved exactly
 
 R̄ is what the core blocks add to the injected state, so one loop is "inject, then run the core
-blocks". In shapes: B rows, T tokens, D width, H heads, K = D / H, V vocabulary, M MLP width.
+blocks". In shapes: B rows, T tokens, D width, H heads, K = D / H, V vocabulary.
 
 Where to change what:
     the input gain            a function, and its line in GAINS
@@ -436,9 +436,7 @@ class ModelConfig:
     n_prelude: int = setting(1, "layers before the loop", most=4096)
     n_core: int = setting(1, "layers in the loop; 0: a plain Transformer", most=4096)
     n_coda: int = setting(1, "layers after the loop", most=4096)
-    mu_rec: int = setting(
-        8, "mean number of loops in training, and that of evaluation", most=MAX_DEPTH
-    )
+    mu_rec: int = setting(8, "loops of evaluation, and in training the law's mean", most=MAX_DEPTH)
     mu_bwd: int = setting(0, "loops with gradient, at most; 0: half of mu_rec, rounded up")
     injection: str = setting("diagonal", "linear path of a loop; none: the raw loop h + R(h, e)")
     gain: str = setting("euler", "input gain of the diagonal path")
@@ -476,7 +474,8 @@ class ModelConfig:
                 raise ValueError(f"{flag(name)} {value} is not one of {', '.join(allowed)}")
         for item in fields(self):
             value = getattr(self, item.name)
-            least, most = (item.metadata.get(end, value) for end in ("least", "most"))
+            least = item.metadata.get("least", value)
+            most = item.metadata.get("most", value)
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"{flag(item.name)} {value} must lie between {least} and {most}")
         if self.n_core:
@@ -575,6 +574,12 @@ def rdm_setup(looped: ModelConfig, d_mlp: int) -> ModelConfig:
     return replace(looped, d_mlp=d_mlp, mlp="swiglu", init="scaled", **without)
 
 
+def large_rdm_setup(d_model: int, d_mlp: int, n_core: int, mu_rec: int) -> ModelConfig:
+    """The same at the paper's sizes: one layer each in prelude and coda."""
+    size = {"d_model": d_model, "n_head": d_model // 128, "n_core": n_core, "mu_rec": mu_rec}
+    return rdm_setup(ModelConfig(vocab_size=65536, seq_len=2048, **size), d_mlp)
+
+
 def rdm(parcae: ModelConfig) -> ModelConfig:
     """The RDM, Geiping et al.'s own model: unconstrained, with norms on the residual stream."""
     return replace(parcae, injection="concat", block="resnorm")
@@ -590,11 +595,9 @@ NANO = replace(
     state_init="zero",
     token_shift=True,
 )
-RDM_LARGE = ModelConfig(vocab_size=65536, seq_len=2048, d_model=1024, n_head=8, mu_rec=16)
 RDM_NANO = rdm_setup(replace(SMALL, token_shift=True), d_mlp=176)
-RDM_100M = rdm_setup(RDM_LARGE, d_mlp=3520)
-RDM_LARGER = replace(RDM_LARGE, d_model=2048, n_head=16, n_core=2, mu_rec=8, mu_bwd=0)
-RDM_350M = rdm_setup(RDM_LARGER, d_mlp=7040)
+RDM_100M = large_rdm_setup(d_model=1024, d_mlp=3520, n_core=1, mu_rec=16)
+RDM_350M = large_rdm_setup(d_model=2048, d_mlp=7040, n_core=2, mu_rec=8)
 PRESETS = {
     "nano": NANO,
     "parcae-140m": large(768, 2),
@@ -869,8 +872,8 @@ class Model(nn.Module):
         computed; the others keep their state.
         """
         mechanism = self.mechanism
-        x, history = mechanism.start(h)
-        before = x.detach()
+        carried, history = mechanism.start(h)
+        before = carried.detach()
         constants = inputs.detach()
         learning = False
         core = [self.blocks[layer] for layer in self.core_layers]
@@ -880,28 +883,29 @@ class Model(nn.Module):
                 if loop.gradient and torch.is_grad_enabled() and not learning:
                     # torch compiles one graph for states that require gradient and another for
                     # those that do not: all loops with gradient should use one
-                    if not x.requires_grad:
-                        x = x.detach().requires_grad_()
+                    if not carried.requires_grad:
+                        carried = carried.detach().requires_grad_()
                     history = mechanism.resume(history)
                     learning = True
                 if cache is not None:
                     cache.begin_loop(loop.number, loop.live)
                 given = (inputs if learning else constants).rows(loop.active)
-                active = x[: loop.active]
+                active = carried[: loop.active]
                 with torch.set_grad_enabled(learning):
-                    propose = self._proposal(given, loop.index, cache, loop.active == len(x))
+                    whole = loop.active == len(carried)
+                    propose = self._proposal(given, loop.index, cache, whole)
                     new = mechanism.step(active, history, loop.index, propose)
                 if new.dtype != active.dtype:
                     raise TypeError(
                         f"a loop made {new.dtype} of {active.dtype}; end it with .to(h.dtype)"
                     )
                 if loop.live is None:
-                    before = x
+                    before = carried
                 else:  # rows or tokens that stand still keep their state and last change
                     new = where_live(loop.live, new, active)
-                    before = where_live(loop.live, x.detach(), before)
-                x = new if loop.active == len(x) else torch.cat([new, x[loop.active :]])
-                yield LoopState(mechanism, x, before)
+                    before = where_live(loop.live, carried.detach(), before)
+                carried = new if whole else torch.cat([new, carried[loop.active :]])
+                yield LoopState(mechanism, carried, before)
 
     def _proposal(self, inputs: LoopInputs, index, cache, whole: bool):
         """The function h -> core_step(h) of one loop; whole: whether the loop takes all rows."""

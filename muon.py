@@ -72,11 +72,11 @@ def muon_update(p, g, state: dict, rates: torch.Tensor, ok, dtype: torch.dtype):
     weight differ in sign.
     """
     first, second = state["first"], state["second"]
-    lr, decay, momentum, fresh = rates
-    first.lerp_(g, fresh * ok)
+    lr, weight_decay, momentum, one_minus_momentum = rates
+    first.lerp_(g, one_minus_momentum * ok)
     g = g.lerp(first, momentum)  # Nesterov
     g = polar_express(g, dtype)
-    dim = -1 if second.size(-1) == 1 else -2
+    dim = -1 if second.size(-1) == 1 else -2  # the shorter direction, as second was made
     mean_square = g.square().mean(dim=dim, keepdim=True)
     second.lerp_(mean_square, 0.05 * ok)  # beta2 0.95
     scale = second.clamp_min(1e-10).rsqrt()
@@ -86,7 +86,7 @@ def muon_update(p, g, state: dict, rates: torch.Tensor, ok, dtype: torch.dtype):
     g = g * (scale * (norm2 / scaled_norm2).sqrt())
     rows, cols = p.shape[-2:]
     lr = lr * max(1.0, rows / cols) ** 0.5
-    shrink = decay * p * (g * p >= 0)
+    shrink = weight_decay * p * (g * p >= 0)
     p.sub_(ok * lr * (g + shrink))
 
 

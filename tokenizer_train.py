@@ -1,6 +1,6 @@
 """Byte-level BPE tokenizer: training (rustbpe), one JSON file, use through tiktoken.
 
-    python tokenizer_train.py --texts data/stdlib --vocab-size 4096 --out data/tokenizer.json
+    python tokenizer_train.py --texts data/stdlib --vocab-size 1024 --out data/tokenizer.json
     python tokenizer_train.py --texts data/fineweb-edu --vocab-size 32768 --out data/tokenizer.json
 
 Text is cut into words by a GPT-4-style pattern with digit groups of at most two and no
@@ -58,8 +58,8 @@ def main(argv=None):
     about += ".parquet or .jsonl files, else some documents, are for validation"
     add("--texts", type=Path, required=True, help=about)
     vocab_size = number(int, 260, 65_536, "from 260 to 65536 (ids are stored in 16 bits)")
-    about = "entries, three specials included (default: 4096)"
-    add("--vocab-size", type=vocab_size, default=4096, help=about)
+    about = "entries, three specials included (default: 1024, those of nano)"
+    add("--vocab-size", type=vocab_size, default=1024, help=about)
     about = "tokenizer file to write, for example data/tokenizer.json"
     add("--out", type=Path, required=True, help=about)
     args = parser.parse_args(argv)

@@ -21,6 +21,7 @@ import math
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,14 @@ from looped.core_tasks import bundle_at, load_panel
 from looped.corpus import prepare_stdlib
 from looped.depth import sample_depths, share_out
 from looped.edits import Watch
-from looped.endings import catch_signals, exit_by_signal, explain, save_last_step, stop_diverged
+from looped.endings import (
+    catch_signals,
+    exit_by_signal,
+    explain,
+    save_last_step,
+    sequences,
+    stop_diverged,
+)
 from looped.files import read_checked
 from looped.logs import read_log
 from looped.machine import (
@@ -130,7 +138,8 @@ RECIPES = {
     "nano": Recipe(
         tokens=6.9e6, batch_size=16, adam_lr=6.4e-2, muon_lr=2e-2, momentum_warmup=0, eval_tokens=400e3
     ),
-    # paper, "Parcae and RDM comparison"; batch, row length and tokens are our choice
+    # paper, "Parcae and RDM comparison"; batch, row length and tokens are our choice, and all of
+    # rdm-nano (LOG.md)
     "rdm-100m": Recipe(
         tokens=10e9, batch_size=256, adam_lr=4e-4, muon_lr=0, optimizer="adamw", warmup=4096, cooldown=4096
     ),
@@ -174,6 +183,17 @@ def adamw_groups(model: Model, args, compiled: bool) -> list:
 
 
 OPTIMIZERS = {"muon": muon_groups, "adamw": adamw_groups}
+
+
+def parameter_groups(model: Model, args, compiled: bool) -> list:
+    """--optimizer's groups; refuses those that would leave a parameter as it is, or train it twice."""
+    groups = OPTIMIZERS[args.optimizer](model, args, compiled)
+    times = Counter(name for _, members in groups for name, _ in members)
+    for name, _ in trained_parameters(model):
+        if times[name] != 1:
+            found = f"{name} is in {times[name]} groups of parameters"
+            raise ValueError(f"--optimizer {args.optimizer}: {found}; put it in one")
+    return groups
 
 
 # -------------------------------------------------------------------------------------------------
@@ -245,7 +265,7 @@ def parse_args(argv=None, prog="train.py", about=__doc__):
     add("--bundle",
         help="CORE task data, a zip or folder (default: data/eval_bundle.zip, fetched once)")
 
-    unchanged = "none of these changes a result beyond rounding"
+    unchanged = "none of these changes the weights beyond rounding"
     add = parser.add_argument_group("machine", unchanged).add_argument
     add("--device", default="auto", choices=DEVICES,
         help="auto: an NVIDIA GPU or the CPU; mps, an Apple GPU, is untried")
@@ -583,7 +603,7 @@ def finish_step(run: Run, finished: Finished) -> None:
     run.bad = 0 if good else run.bad + 1
     if not good:
         entry["skipped"] = True
-        found = f"loss {numbers['loss']}, gradient {norm2}"
+        found = f"loss {numbers['loss']}, gradient {norm2}, {sequences(run, step, count=1)}"
         run.place.say(f"step {step}: {found}; the step was skipped on all ranks")
     if run.log:
         run.log.step(entry)
@@ -635,6 +655,7 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
             gc.disable()
         save = step == end or is_due(args.save_every, step) or is_due(args.keep_every, step)
         due = is_due(args.eval_every, step) or is_due(args.core_every, step)
+        pauses = step == end and end < run.steps  # --stop-at: who continues the run measures
         if save or due or run.stopped or not place.is_gpu:
             finish_step(run, pending)
             pending = None
@@ -642,8 +663,7 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
             limit_waiting(place, training=False)  # the write of the save before may take long
             run.save(step)
             limit_waiting(place, training=step < end and not run.stopped)
-        # at --stop-at, measuring is left to the run that continues this one
-        if due and not run.stopped and (step < end or step == run.steps):
+        if due and not run.stopped and not pauses:
             measure(run, step)
         if save or due:
             gc.collect()  # torch's recomputed loops leave garbage
@@ -719,7 +739,7 @@ def build(
     if args.init_from and not newest:  # ranks may have read that run at different steps
         take_from_first(model, place)
     # on a CPU the update is too short for its compilation to pay
-    groups = OPTIMIZERS[args.optimizer](model, args, compiled and place.is_gpu)
+    groups = parameter_groups(model, args, compiled and place.is_gpu)
     optimizer = Optimizer(groups, args.clip, place.rank, place.world)
     first = restore(newest, model, optimizer) if newest else 0
     if compiled:
@@ -770,10 +790,10 @@ def agree_on_run(args, cfg: ModelConfig, data: PackedData, steps: int, place: Pl
     try:
         if place.rank == 0:
             told[0] = enter_directory(args, cfg, data, steps, place)
-    finally:
+    finally:  # where rank 0 refuses, the others wait here and must be told, too: None
         if place.world > 1:
             dist.broadcast_object_list(told)
-    (found,) = told
+    found = told[0]
     if found is None:
         refuse("rank 0 refused, and said why on its machine; do what it says there")
     args.dtype = found.config["dtype"]

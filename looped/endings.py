@@ -125,14 +125,19 @@ def exit_by_signal(caught: list[int]) -> None:
     sys.exit(128 + (caught[0] if caught else signal.SIGTERM))
 
 
+def sequences(run, step: int, count: int) -> str:
+    """Which training sequences the last `count` steps saw."""
+    batch = run.args.batch_size
+    return f"sequences {(step - count) * batch} to {step * batch - 1}"
+
+
 def stop_diverged(run, step: int) -> None:
     """Ends a run (train.py's Run) whose last run.bad steps had no finite loss or gradient."""
     join_writer()
-    batch = run.args.batch_size
     if run.place.rank == 0:
-        sequences = f"sequences {(step - run.bad) * batch} to {step * batch - 1}"
+        which = sequences(run, step, count=run.bad)
         print(
-            f"stopped at step {step}: {run.bad} steps in a row, {sequences}, had no finite loss or "
+            f"stopped at step {step}: {run.bad} steps in a row, {which}, had no finite loss or "
             f"gradient; {last_checkpoint(run.folder)}; lower --adam-lr (now {run.args.adam_lr:g}) "
             "and, where Muon is used, --muon-lr",
             file=sys.stderr,

@@ -16,7 +16,7 @@ from looped.machine import peak_flops, peak_memory
 from looped.settings import eval_depths
 from looped.validation import rows_asked
 
-# Settings that may change when a run is continued; all others decide its numbers.
+# Settings that may change when a run is continued; all others decide its weights.
 CHANGEABLE = {
     "out", "resume", "stop_at", "save_every", "keep_every", "log_every", "wandb", "data", "bundle",
     "eval_every", "eval_tokens", "eval_depths", "core_every",

@@ -12,7 +12,8 @@ import numpy as np
 from looped.console import fail, outside
 from looped.files import read_checked, write_checked
 
-BOS, EOS, PAD = SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
+SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
+BOS = SPECIALS[0]
 
 # fmt: off
 PATTERN = (

@@ -277,7 +277,12 @@ def parse_args(argv):
     jobs = 1 if torch.cuda.is_available() else os.cpu_count() or 1
     side = "trainings side by side, each with its share of the cores (default: %(default)s)"
     add("--jobs", type=positive_int, default=jobs, help=side)
-    add("--ranks", type=positive_int, default=1, help="GPUs of a training (default: %(default)s)")
+    add(
+        "--ranks",
+        type=positive_int,
+        default=1,
+        help="processes of a training, one a GPU (default: %(default)s)",
+    )
     panel = "--panel core-extended"
     core = f"also run core_eval.py, with these flags (default: {panel})"
     add("--core", nargs="?", const=panel, help=core)

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from looped.console import Parser, fail, positive_int, run_cli
+from looped.depth import mean_loops
 from looped.figures import table
 from looped.memory import GIB, HEADROOM, Step, predict_memory, steps_to_try
 from model import PRESETS, ModelConfig, parameter_count
@@ -55,8 +56,12 @@ def step_seconds(cfg: ModelConfig, step: Step, tokens: int, card: Card) -> float
     for the others.
     """
     width = cfg.d_model
-    without = cfg.n_core * (cfg.mu_rec - cfg.mu_bwd)  # layers run without gradient, and with it
-    learning = cfg.n_prelude + cfg.n_core * cfg.mu_bwd + cfg.n_coda
+    without = 0.0  # layers run without gradient, and with it
+    learning = cfg.n_prelude + cfg.n_coda
+    if cfg.n_core:
+        n, k = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
+        without = cfg.n_core * n
+        learning += cfg.n_core * k
     # backward, 2.5 times the forward pass's FLOPs at 0.8 of its rate
     attention = 2 * cfg.seq_len * width * (without + learning * (1 + 2.5 / 0.8))
     bytes_learning = BYTES_WITH_GRADIENT + BYTES_TO_KEEP_LESS * step.keep_less

@@ -2,11 +2,11 @@
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from looped.checkpoint import step_of
 from looped.console import DAMAGE, fail, outside
 
 
@@ -120,7 +120,8 @@ def read_scores(path: Path, last: dict) -> tuple[dict, list[str]]:
     for file in sorted(path.glob("core_*_*.json")):
         record = read_json(file)
         depths = by_depth(record["depths"])
-        step = int(re.match(r"(?:step_)?(\d*)", record.get("checkpoint", ""))[1] or last["step"])
+        file_name = record["checkpoint"].split()[0]  # its hash follows
+        step = step_of(Path(file_name))
         if last.get("final") and step != last["step"]:
             notes.append(f"{file.name} has scores of step {step}, which are left out")
             continue
@@ -138,7 +139,7 @@ def rules_of(record: dict, depths: dict) -> CoreRules:
         protocol=record["protocol"],
         baselines=record["baselines"],
         max_per_task=record["max_per_task"],
-        seeds=",".join(map(str, record.get("seeds") or [])),
+        seeds=",".join(map(str, record["seeds"])),
         bundle=(record.get("bundle_sha256") or "")[:8] or None,
         tasks=tasks,
     )

@@ -106,6 +106,7 @@ def make_core(run, panel="core", depths=(1, 8, 16), shift=0.0, baselines="v1"):
         found[depth] = {"aggregate": mean | score(depth, 1, shift), "tasks": tasks,
                         "categories_fine": fine, "categories_ext": fine}  # fmt: skip
     rules = {"panel": panel, "protocol": "parcae", "baselines": baselines, "max_per_task": 100}
+    rules |= {"seeds": [1234], "checkpoint": f"step_{STEPS:07d}.pt 0123abcd"}
     (run / f"core_{panel}_parcae.json").write_text(json.dumps(rules | {"depths": found}))
 
 

@@ -188,7 +188,9 @@ OPTIMIZERS = {"muon": muon_groups, "adamw": adamw_groups}
 def parameter_groups(model: Model, args, compiled: bool) -> list:
     """--optimizer's groups; refuses those that would leave a parameter as it is, or train it twice."""
     groups = OPTIMIZERS[args.optimizer](model, args, compiled)
-    times = Counter(name for _, members in groups for name, _ in members)
+    times = Counter()
+    for _, members in groups:
+        times.update(name for name, _ in members)
     for name, _ in trained_parameters(model):
         if times[name] != 1:
             found = f"{name} is in {times[name]} groups of parameters"

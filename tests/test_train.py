@@ -282,7 +282,8 @@ def test_recipes_are_the_papers():
 
 
 def test_only_bad_steps_in_a_row_end_a_run():
-    run = train.Run(None, None, {}, None, ONE_PROCESS, 9, None, None, None)
+    args = train.parse_args(["--batch-size", "4"])
+    run = train.Run(args, None, {}, None, ONE_PROCESS, 9, None, None, None)
     for loss in (math.nan, math.nan, 1.0, math.nan, math.nan):
         numbers = {"stop": 0, "grad_norm2": 1.0, "loss": loss}
         train.finish_step(run, train.Finished({"step": 1}, numbers.copy))

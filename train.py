@@ -194,7 +194,7 @@ def parameter_groups(model: Model, args, compiled: bool) -> list:
     for name, _ in trained_parameters(model):
         if times[name] != 1:
             found = f"{name} is in {times[name]} groups of parameters"
-            raise ValueError(f"--optimizer {args.optimizer}: {found}; put it in one")
+            raise ValueError(f"--optimizer {args.optimizer}: {found}; put it in one, or freeze it")
     return groups
 
 

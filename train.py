@@ -657,7 +657,8 @@ def train_steps(run: Run, first: int, end: int, progress: dict) -> int:
             gc.disable()
         save = step == end or is_due(args.save_every, step) or is_due(args.keep_every, step)
         due = is_due(args.eval_every, step) or is_due(args.core_every, step)
-        pauses = step == end and end < run.steps  # --stop-at: who continues the run measures
+        # at --stop-at, measuring is left to the run that continues this one
+        pauses = step == end and end < run.steps
         if save or due or run.stopped or not place.is_gpu:
             finish_step(run, pending)
             pending = None

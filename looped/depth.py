@@ -142,9 +142,11 @@ def sample_depths(cfg, seed: int, step: int, batch: int) -> tuple[np.ndarray, np
 
 @functools.cache
 def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
-    """Means of n and k under a law, by averaging it over a grid of (u, v); exact to some 1e-4. Raises
-    ValueError for a law that draws from something else.
+    """Means of n and k under a law, by averaging it over a grid of (u, v); exact to some 1e-4. 0 of a
+    model without a loop, whose mu_rec is 0. Raises ValueError for a law that draws from something else.
     """
+    if mu_rec == 0:
+        return 0.0, 0.0
     points = 1 << 16
     index = np.arange(points)
     u = (index + 0.5) / points

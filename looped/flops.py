@@ -15,12 +15,10 @@ def flops_per_token(cfg, injection, attention: bool = True) -> float:
     d = cfg.d_model
     block = cfg.block_matmul()
     ends = cfg.n_prelude + cfg.n_coda
-    without = 0.0  # mean loops without gradient, and with it
-    learning = 0.0
+    without, learning = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
     loop = 0
     once = ends * block + cfg.vocab_size * d
     if cfg.n_core:
-        without, learning = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
         loop = cfg.n_core * block + d * d * injection.carry_is_matrix
         once += d * d * (injection.write_matrices(cfg) + cfg.readout)
     n1 = without * loop

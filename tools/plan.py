@@ -56,12 +56,9 @@ def step_seconds(cfg: ModelConfig, step: Step, tokens: int, card: Card) -> float
     for the others.
     """
     width = cfg.d_model
-    without = 0.0  # layers run without gradient, and with it
-    learning = cfg.n_prelude + cfg.n_coda
-    if cfg.n_core:
-        n, k = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
-        without = cfg.n_core * n
-        learning += cfg.n_core * k
+    n, k = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
+    without = cfg.n_core * n  # layers run without gradient, and with it
+    learning = cfg.n_prelude + cfg.n_core * k + cfg.n_coda
     # backward, 2.5 times the forward pass's FLOPs at 0.8 of its rate
     attention = 2 * cfg.seq_len * width * (without + learning * (1 + 2.5 / 0.8))
     bytes_learning = BYTES_WITH_GRADIENT + BYTES_TO_KEEP_LESS * step.keep_less

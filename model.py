@@ -58,7 +58,7 @@ from looped.ops import (
     shift_values,
     spectral_norm,
 )
-from looped.randomness import FOR_INIT, hash_key, hashed_normal
+from looped.randomness import FOR_INIT, FOR_SAMPLE, hash_key, hash_keys, hashed_normal
 
 # -------------------------------------------------------------------------------------------------
 # The linear path of a loop
@@ -980,6 +980,19 @@ class Model(nn.Module):
         for depth, state in enumerate(self.unroll(h, inputs, plan), 1):
             if depth in wanted:
                 yield depth, state.h
+
+    @torch.no_grad()
+    def forward(self, ids, depth: int | None = None, seed: int = 0):
+        """ids (B, T) -> logits (B, T, V) after that many loops (None: mu_rec), for use; `loss` trains.
+
+        Row i's random h_0 is that of sample i of `tools.sample --seed`. Raises ValueError for more
+        tokens than the model has positions.
+        """
+        if ids.size(1) > self.cfg.seq_len:
+            raise ValueError(f"{ids.size(1)} tokens; the model takes {self.cfg.seq_len} at most")
+        keys = hash_keys(seed, FOR_SAMPLE, each=range(len(ids)), device=ids.device)
+        loops = self.cfg.mu_rec if depth is None else depth
+        return self.head(self.hidden(ids, loops, keys))
 
     @torch.no_grad()
     def hidden(self, ids, depth: int, keys):

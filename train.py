@@ -66,6 +66,7 @@ from looped.endings import (
     catch_signals,
     exit_by_signal,
     explain,
+    process_as_before,
     save_last_step,
     sequences,
     stop_diverged,
@@ -871,7 +872,8 @@ def main(argv=None):
     args = parse_args(argv)
     progress = {"step": 0}
     try:
-        train(args, progress)
+        with process_as_before():
+            train(args, progress)
     except (RuntimeError, MemoryError, OSError) as e:
         explain(e, args, progress)
     finally:

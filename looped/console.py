@@ -72,7 +72,8 @@ def run_cli(main):
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
         try:
             main()

@@ -1,6 +1,7 @@
 """How a run ends early: by an error from outside, a signal, or divergence."""
 
 import contextlib
+import gc
 import os
 import re
 import select
@@ -57,6 +58,24 @@ def last_checkpoint(run: str | Path | None) -> str:
     return f"last checkpoint: {found[-1] if found else 'none'}"
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def process_as_before():
+    """Afterwards signals do what they did before, and garbage is collected again: a run may be one of
+    several in a program, or in a notebook.
+    """
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in zip(SIGNALS, handlers, strict=True):
+            signal.signal(number, handler or signal.SIG_DFL)
+        gc.unfreeze()
+        gc.enable()
+
+
 def catch_signals() -> list[int]:
     """From now on SIGTERM, SIGINT and, unless it is ignored (nohup), SIGHUP only append their number
     to the list that is returned.
@@ -68,7 +87,7 @@ def catch_signals() -> list[int]:
         if number != signal.SIGTERM:
             leave_readers(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, catch)
     return caught

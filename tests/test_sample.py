@@ -11,7 +11,7 @@ from helpers import refused
 
 from looped.cache import KVCache
 from looped.files import file_hash
-from looped.randomness import hash_key
+from looped.randomness import FOR_SAMPLE, hash_key
 from looped.tokenizer import save_tokenizer
 from model import PRESETS, Model, ModelConfig
 from tools import sample
@@ -212,11 +212,13 @@ def test_greedy_text_is_the_argmax_of_the_whole_text_read_anew(name):
     model = make(SHAPES[name])
     loops = 4 if model.cfg.n_core else 0
     (prompt,), _ = texts(3)
-    keys = [5, 6]
+    keys = [hash_key(7, FOR_SAMPLE, i) for i in range(2)]
     rows, _ = generate(model, prompt, keys, Depth(loops), tokens=6, temperature=0)
-    for key, made in zip(keys, rows, strict=True):
-        hidden = model.hidden(torch.tensor([prompt + made]), loops, torch.tensor([key]))
-        assert made == model.head(hidden)[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+    whole = torch.tensor([prompt + made for made in rows])
+    likeliest = model(whole, loops, seed=7).argmax(-1)
+    assert likeliest[:, len(prompt) - 1 : -1].tolist() == rows
+    with pytest.raises(ValueError, match="13 tokens; the model takes 12"):
+        model(torch.zeros(1, 13, dtype=torch.int64))
 
 
 def test_a_row_ends_at_a_stop_at_its_tokens_and_at_the_end_of_the_context():

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import gc
 import json
 import math
 import os
@@ -45,7 +46,7 @@ from looped.checkpoint import (
 )
 from looped.core_tasks import load_panel
 from looped.depth import sample_depths, share_out
-from looped.endings import explain
+from looped.endings import SIGNALS, explain
 from looped.files import file_hash, read_checked, write_checked
 from looped.logs import read_log, read_run
 from looped.machine import ONE_PROCESS, Place, environment
@@ -78,10 +79,9 @@ def here(*args):
 
 
 def run_here(line):
-    """train.py in this process, which keeps its own signal handlers."""
+    """train.py in this process."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "catch_signals", list)
         patch.setattr(train.faulthandler, "enable", Mock())
         train.main(line)
 
@@ -581,15 +581,12 @@ def test_a_signal_saves_the_step_at_hand(number, base, packed, tmp_path, monkeyp
         return draw(data, cfg, args, step, place)
 
     monkeypatch.setattr(train, "next_batch", next_batch)
-    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    handlers = {each: signal.getsignal(each) for each in caught}
-    try:
-        with pytest.raises(SystemExit) as stop:
-            train.main(flags(packed, run))
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    handlers = [signal.getsignal(each) for each in SIGNALS]
+    with pytest.raises(SystemExit) as stop:
+        here(packed, run)
     assert stop.value.code == 128 + number
+    assert [signal.getsignal(each) for each in SIGNALS] == handlers  # one of several runs, perhaps
+    assert gc.isenabled()
     assert checkpoints(run)[-1].name == "step_0000006.pt"
     monkeypatch.undo()
     here(packed, run, "--resume")

@@ -747,6 +747,7 @@ def build(
     optimizer = Optimizer(groups, args.clip, place.rank, place.world)
     first = restore(newest, model, optimizer) if newest else 0
     if compiled:
+        torch._dynamo.reset()  # graphs of earlier runs in this process count towards its limit
         model.compile_pieces(for_cpu=not place.is_gpu)
     return model, optimizer, first
 

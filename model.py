@@ -983,7 +983,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids, depth: int | None = None, seed: int = 0):
-        """ids (B, T) -> logits (B, T, V) after that many loops (None: mu_rec), for use; `loss` trains.
+        """ids (B, T) -> logits (B, T, V) after that many loops (None: mu_rec), without gradient;
+        training calls `loss`.
 
         Row i's random h_0 is that of sample i of `tools.sample --seed`. Raises ValueError for more
         tokens than the model has positions.

@@ -224,8 +224,8 @@ def score_table(arms: list[Arm]) -> list[str]:
     if not scores:
         return []
     rules = ["arm", "panel", "name", "depth", *CoreRules._fields[1:]]
-    frame = pd.DataFrame(scores, dtype=object).reindex(columns=[*rules, "mean"])
-    frame = frame.fillna("–").astype({"mean": float})
+    frame = pd.DataFrame(scores).reindex(columns=[*rules, "mean"])
+    frame = frame.astype(object).fillna("–").astype({"mean": float})
     means = frame.groupby(rules, sort=False)["mean"].agg(plus_minus)
     return ["## Downstream", "", *frame_table(means.to_frame()), *said, ""]
 

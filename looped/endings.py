@@ -17,6 +17,8 @@ from looped.checkpoint import checkpoints, join_writer
 from looped.console import one_line
 from looped.memory import less_memory
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 def lacks_memory(e: Exception) -> bool:
     no_memory = isinstance(e, MemoryError | torch.OutOfMemoryError)
@@ -58,22 +60,21 @@ def last_checkpoint(run: str | Path | None) -> str:
     return f"last checkpoint: {found[-1] if found else 'none'}"
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
 @contextlib.contextmanager
 def process_as_before():
-    """Afterwards signals do what they did before, and garbage is collected again: a run may be one of
-    several in a program, or in a notebook.
+    """Afterwards signals do what they did before, and garbage is collected if it was: a run may be one
+    of several in a program, or in a notebook.
     """
     handlers = [signal.getsignal(number) for number in SIGNALS]
+    collects = gc.isenabled()
     try:
         yield
     finally:
         for number, handler in zip(SIGNALS, handlers, strict=True):
             signal.signal(number, handler or signal.SIG_DFL)
         gc.unfreeze()
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def catch_signals() -> list[int]:

@@ -184,7 +184,8 @@ def difference_table(found: list[Difference], experiment) -> list[str]:
         pair = (d.arm.name(), getattr(d.base, experiment.base))
         values[pair] = d.values.dropna(axis="columns")
     frame = pd.concat(values, names=["loss of", "less that of"]).drop(columns="mu_rec")
-    frame = frame.dropna(axis="columns", how="all").add_prefix("depth ")
+    frame = frame.dropna(axis="columns", how="all").sort_index(axis="columns")
+    frame = frame.add_prefix("depth ")
     rows = frame.groupby(level=[0, 1], sort=False).agg(signed)
     return ["## Differences of loss by depth, paired by seed", "", *frame_table(rows)]
 

@@ -217,8 +217,11 @@ def test_greedy_text_is_the_argmax_of_the_whole_text_read_anew(name):
     whole = torch.tensor([prompt + made for made in rows])
     likeliest = model(whole, loops, seed=7).argmax(-1)
     assert likeliest[:, len(prompt) - 1 : -1].tolist() == rows
+
+
+def test_more_tokens_than_positions_are_refused():
     with pytest.raises(ValueError, match="13 tokens; the model takes 12"):
-        model(torch.zeros(1, 13, dtype=torch.int64))
+        make(LOOP)(torch.zeros(1, 13, dtype=torch.int64))
 
 
 def test_a_row_ends_at_a_stop_at_its_tokens_and_at_the_end_of_the_context():

@@ -61,7 +61,8 @@ from looped.machine import (
     refuse_unlike,
     to_device,
 )
-from looped.randomness import FOR_EVAL, hash_keys
+from looped.ops import hash_keys
+from looped.randomness import FOR_EVAL
 from looped.tokenizer import load_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
 from looped.workers import one_ahead

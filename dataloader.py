@@ -28,7 +28,7 @@ import numpy as np
 from looped import corpus
 from looped.console import Parser, fail, number, outside, positive_int, run_cli, wait_until
 from looped.files import file_hash, lock, read_checked, write_atomic, write_checked
-from looped.hashes import permute
+from looped.randomness import permute
 from looped.tokenizer import BOS, encode, load_tokenizer
 from looped.workers import worker_pool
 

@@ -52,13 +52,15 @@ from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
 from looped.ops import (
     ChunkedCrossEntropy,
     attend,
+    hash_keys,
+    hashed_normal,
     orthogonal,
     rope,
     shift_keys,
     shift_values,
     spectral_norm,
 )
-from looped.randomness import FOR_INIT, FOR_SAMPLE, hash_key, hash_keys, hashed_normal
+from looped.randomness import FOR_INIT, FOR_SAMPLE, hash_key
 
 # -------------------------------------------------------------------------------------------------
 # The linear path of a loop

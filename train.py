@@ -89,7 +89,8 @@ from looped.machine import (
     to_device,
 )
 from looped.memory import CPU_CHUNK, DEVICE_BATCH, check_memory, fit_memory, settle_chunks
-from looped.randomness import FOR_STATE, hash_keys
+from looped.ops import hash_keys
+from looped.randomness import FOR_STATE
 from looped.run_directory import (
     RunLog,
     begun_config,

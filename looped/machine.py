@@ -25,7 +25,6 @@ from looped.files import file_hash
 NETWORK = (
     "model.py",
     "looped/depth.py",
-    "looped/hashes.py",
     "looped/layers.py",
     "looped/mechanisms.py",
     "looped/ops.py",

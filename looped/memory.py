@@ -18,7 +18,8 @@ import torch.distributed as dist
 from looped.console import fail, note, refuse
 from looped.depth import deepest
 from looped.machine import Place
-from looped.randomness import FOR_STATE, hash_keys
+from looped.ops import hash_keys
+from looped.randomness import FOR_STATE
 
 GIB = 2**30
 DEVICE_BATCH = 32  # sequences, where memory allows and nothing else is asked for

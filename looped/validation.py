@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from looped.randomness import FOR_EVAL, hash_keys
+from looped.ops import hash_keys
+from looped.randomness import FOR_EVAL
 
 
 @dataclass

@@ -27,7 +27,8 @@ from looped.checkpoint import checkpoints, read_checkpoint, step_of
 from looped.console import Parser, fail, outside, positive_int, run_cli
 from looped.figures import Plot, figure, fmt, frame_table
 from looped.files import write_atomic
-from looped.randomness import FOR_EVAL, hash_keys
+from looped.ops import hash_keys
+from looped.randomness import FOR_EVAL
 from model import DiagonalInjection, discretise
 
 # not an Apple GPU, which lacks float64

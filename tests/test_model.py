@@ -30,12 +30,11 @@ from looped.depth import (
     sample_depths,
     training_plan,
 )
-from looped.hashes import permute
 from looped.layers import Linear
 from looped.mechanisms import PlainLoop
 from looped.memory import chunks_agree, settle_chunks
-from looped.ops import attend, attends_by_products, orthogonal
-from looped.randomness import hash_key, hashed_normal, mix64, uniforms
+from looped.ops import attend, attends_by_products, hashed_normal, orthogonal
+from looped.randomness import hash_key, mix64, permute, uniforms
 from model import (
     CHOICES,
     INJECTIONS,

@@ -11,16 +11,18 @@ Looped language models: a Transformer whose middle block is applied a variable n
     gain = (1 - decay) / a   `zoh`     Exact-ZOH (Huang 2026): the held-input integral, solved exactly
 
 R̄ is what the core blocks add to the injected state, so one loop is "inject, then run the core
-blocks". In shapes: B rows, T tokens, D width, H heads, K = D / H, V vocabulary.
+blocks". In shapes: B sequences, T tokens, D width, H heads, V vocabulary.
 
 Where to change what:
     the input gain            a function, and its line in GAINS
     decay and gain            DiagonalInjection.decay_and_write; each may be (D,) or (B, T, D)
     the linear path           a class like DiagonalInjection, and its line in INJECTIONS
-    one whole loop            Model.core_step, which knows each row's own loop index
+    which tokens see which    Attention.sees
+    one whole loop            Model.core_step, which knows each sequence's own loop index
     how its change enters h   a class as in looped/mechanisms.py, and its line in MECHANISMS
     the log's statistics      Model.statistics, of the last loop's h and the one before
     how deep                  looped/depth.py
+A new parameter (looped/ops.py) says where it is made how it begins and which optimiser trains it.
 """
 
 import copy
@@ -28,39 +30,50 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.fx.experimental._config
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from looped.checkpoint import (
-    MISFIT_ERRORS,
-    newest_checkpoint,
-    read_checkpoint,
-    same_settings,
+from looped.depth import (
+    DEPTH_LAWS,
+    GRANULARITIES,
+    MAX_DEPTH,
+    Loop,
+    even_plan,
+    mean_loops,
+    training_plan,
 )
-from looped.console import flag, one_line
-from looped.depth import DEPTH_LAWS, GRANULARITIES, MAX_DEPTH, Loop, even_plan, training_plan
-from looped.flops import flops_per_token
-from looped.layers import EPS, Embedding, Linear, RMSNorm, copied
-from looped.machine import note_other_code, to_device
+from looped.machine import to_device
 from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
 from looped.ops import (
-    ChunkedCrossEntropy,
+    EPS,
     attend,
+    constant,
     hash_keys,
     hashed_normal,
+    identity,
+    ones,
     orthogonal,
+    parameter,
     rope,
     shift_keys,
     shift_values,
     spectral_norm,
+    standard_normal,
+    uniform_by_width,
+    zeros,
 )
 from looped.randomness import FOR_INIT, FOR_SAMPLE, hash_key
+from looped.run import newest_checkpoint, read_checkpoint
 
 # -------------------------------------------------------------------------------------------------
 # The linear path of a loop
@@ -102,59 +115,27 @@ def discretise(
     return decay, GAINS[gain_rule](a, dt)
 
 
-@dataclass
-class LoopInputs:
-    """What a loop reads besides its state; tensors of two or more dimensions have rows first, those
-    of one have none.
-    """
+class LoopInputs(NamedTuple):
+    """What all loops read besides the state; sequences first, but for a decay (D,)."""
 
     decay: torch.Tensor | None  # (D,) or (B, T, D), float32
     write: torch.Tensor  # (B, T, D), of the activations' dtype: gain ⊙ (B e), added to the state
-    value_rows: list  # (B, T, D) or None for each core layer: rows of its value table
+    values: list  # (B, T, D) or None for each core layer: the tokens' rows of its value table
 
-    def map(self, change: Callable) -> "LoopInputs":
-        """A copy with change(x) in place of every tensor x."""
-        changed = {}
-        for name in vars(self):
-            value = getattr(self, name)
-            if isinstance(value, list):
-                changed[name] = [None if x is None else change(x) for x in value]
-            elif torch.is_tensor(value):
-                changed[name] = change(value)
-            elif value is None or isinstance(value, bool | int | float | str):
-                changed[name] = value
-            else:
-                kind = type(value).__name__
-                raise TypeError(
-                    f"LoopInputs.{name} is a {kind}; make it a tensor, or a list of them"
-                )
-        return type(self)(**changed)
-
-    def rows(self, count: int) -> "LoopInputs":
-        """The inputs of the first `count` rows."""
-        return self.map(lambda x: x[:count] if x.dim() > 1 else x)
-
-    def detach(self) -> "LoopInputs":
-        """A copy cut off from autograd."""
-        return self.map(torch.Tensor.detach)
+    def rows(self, n: int) -> "LoopInputs":
+        """The inputs of the first n sequences. A field that is added must be cut here too."""
+        decay = self.decay
+        if decay is not None and decay.dim() > 1:
+            decay = decay[:n]
+        values = [None if own is None else own[:n] for own in self.values]
+        return LoopInputs(decay, self.write[:n], values)
 
 
 class Injection(nn.Module):
     """The linear path h + write; the others are made from it."""
 
-    carry_is_matrix = False  # whether the state is multiplied by a matrix at every loop
-
     def __init__(self, cfg: "ModelConfig"):
         super().__init__()
-
-    @staticmethod
-    def write_matrices(cfg: "ModelConfig") -> float:
-        """How many (D, D) matrices e is multiplied by, once; a smaller one is a fraction."""
-        return 0
-
-    def initial(self, part: str, std: float, generator: torch.Generator) -> torch.Tensor:
-        """Initial value of the parameter `part`; std: that of the network's input matrices."""
-        raise AssertionError(f"{part} has no initial value: add a case for it to `initial`")
 
     def decay_and_write(self, e):
         """e (B, T, D) -> decay, (D,) or (B, T, D), or None; and the written input, (B, T, D). All
@@ -195,28 +176,13 @@ class DiagonalInjection(Injection):
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__(cfg)
-        self.gain_rule = cfg.gain
-        self.initial_decay = cfg.ssm_decay
-        self.A_log = nn.Parameter(torch.empty(cfg.d_model))
-        self.dt_bias = nn.Parameter(torch.empty(cfg.d_model))
-        self.B = None
-        if cfg.input_matrix:
-            self.B = nn.Parameter(torch.empty(cfg.d_model, cfg.d_model))
-
-    @staticmethod
-    def write_matrices(cfg):
-        return int(cfg.input_matrix)
-
-    def initial(self, part, std, generator):
-        if part == "A_log":
-            return torch.zeros(self.A_log.shape)  # a = 1
-        if part == "B":
-            return torch.eye(self.B.size(0))
-        if part != "dt_bias":
-            return super().initial(part, std, generator)
-        dt = -math.log(self.initial_decay)  # decay = exp(-Δ)
+        d = cfg.d_model
+        dt = -math.log(cfg.ssm_decay)  # since a = 1 at first, decay = exp(-Δ)
         inverse = dt + math.log(-math.expm1(-dt))  # softplus⁻¹(dt)
-        return torch.full(self.dt_bias.shape, inverse)
+        self.gain_rule = cfg.gain
+        self.A_log = parameter(d, zeros)
+        self.dt_bias = parameter(d, constant(inverse))
+        self.B = parameter((d, d), identity) if cfg.input_matrix else None
 
     def decay_and_write(self, e):
         decay, gain = discretise(self.A_log, self.dt_bias, self.gain_rule)
@@ -243,19 +209,10 @@ class DiagonalInjection(Injection):
 class ConcatInjection(Injection):
     """RDM: W [h; e], unconstrained."""
 
-    carry_is_matrix = True
-
     def __init__(self, cfg: "ModelConfig"):
         super().__init__(cfg)
-        self.width = cfg.d_model
-        self.W = nn.Parameter(torch.empty(cfg.d_model, 2 * cfg.d_model))  # [carry, write]
-
-    @staticmethod
-    def write_matrices(cfg):
-        return 1
-
-    def initial(self, part, std, generator):
-        return orthogonal(self.W.shape, std, generator)
+        d = self.width = cfg.d_model
+        self.W = parameter((d, 2 * d), orthogonal(input_std(d)))  # [carry, write]
 
     def decay_and_write(self, e):
         write = self.W[:, self.width :].to(e.dtype)
@@ -294,40 +251,128 @@ MECHANISMS = {"none": PlainLoop, "attnres": AttnRes, "hyper": HyperConnected}
 
 
 # -------------------------------------------------------------------------------------------------
-# Transformer pieces. Master weights are float32 and are cast to the activations' dtype: the core's
-# once for all loops (looped/layers.py), the others at every use. No autocast: on some versions of
-# torch, casts that it caches under no_grad would cut the core's weights out of the gradient.
+# Transformer pieces. Master weights are float32 and are cast to the activations' dtype at every
+# use. No autocast: on some versions of torch, casts that it caches under no_grad would cut the
+# core's weights out of the gradient.
+
+
+class Linear(nn.Module):
+    def __init__(self, n_in: int, n_out: int, init: Callable, muon: bool = False):
+        super().__init__()
+        self.weight = parameter((n_out, n_in), init, muon)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab_size: int, d: int, init: Callable):
+        super().__init__()
+        self.weight = parameter((vocab_size, d), init)
+
+    def forward(self, ids):
+        return F.embedding(ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, d: int):
+        super().__init__()
+        self.weight = parameter(d, ones)
+
+    def forward(self, x):
+        return F.rms_norm(x, (x.size(-1),), self.weight.to(x.dtype), EPS)
+
+
+def input_std(d_model: int) -> float:
+    """Standard deviation of the input matrices' entries and of the initial loop state."""
+    return math.sqrt(2 / (5 * d_model))
+
+
+def zero_outputs(cfg: "ModelConfig") -> Callable:
+    return zeros
+
+
+def outputs_scaled_by_depth(cfg: "ModelConfig") -> Callable:
+    """A standard deviation that falls as 1 / sqrt(2 L), L the layers that are applied."""
+    layers = cfg.n_prelude + cfg.n_core * cfg.mu_rec + cfg.n_coda
+    return orthogonal(input_std(cfg.d_model) / math.sqrt(2 * layers))
+
+
+# How the output matrices of attention and MLP begin.
+INITS = {"scaled-zero": zero_outputs, "scaled": outputs_scaled_by_depth}
+
+
+class Context(NamedTuple):
+    """What all layers of a pass read besides the residual stream."""
+
+    cos: torch.Tensor  # (T, 1, D/2H), the rotary embedding's, of the activations' dtype
+    sin: torch.Tensor
+    index: torch.Tensor | None  # (B,) or (B, T): loops that a sequence, or token, has taken; None
+    # outside the loop
+    cache: object  # tools.sample.KVCache of a text that comes piece by piece, or None
 
 
 class Attention(nn.Module):
-    def __init__(self, cfg: "ModelConfig", value_gate: bool, shift: Callable | None):
-        super().__init__()
-        d = cfg.d_model
-        self.n_head = cfg.n_head
-        self.qk_norm = cfg.qk_norm
-        self.shift = shift
-        self.q = Linear(d, d)
-        self.k = Linear(d, d)
-        self.v = Linear(d, d)
-        self.o = Linear(d, d)
-        self.gate = Linear(min(32, d), cfg.n_head) if value_gate else None
+    """Causal attention of layer number `layer`, with rotary embedding and the tokens' own values."""
 
-    def forward(self, x, cos, sin, value_rows=None, attend=attend):
-        """x (B, T, D) -> (B, T, D); value_rows (B, T, D) or None: the tokens' own value vectors."""
+    def __init__(self, cfg: "ModelConfig", layer: int):
+        super().__init__()
+        d, H = cfg.d_model, cfg.n_head
+        self.layer = layer
+        self.n_head = H
+        self.qk_norm = cfg.qk_norm
+        self.shift = cfg.shifts().get(layer)
+        self.is_causal = self.has_causal_mask(cfg.seq_len)
+        init = orthogonal(input_std(d))
+        self.q = Linear(d, d, init, muon=True)
+        self.k = Linear(d, d, init, muon=True)
+        self.v = Linear(d, d, init, muon=True)
+        self.o = Linear(d, d, INITS[cfg.init](cfg), muon=True)
+        self.gate = None
+        self.gate_width = min(32, d)
+        if layer in cfg.value_layers():
+            self.gate = Linear(self.gate_width, H, uniform_by_width)
+
+    def sees(self, query, key):
+        """Whether the token at position `query` sees the one at `key`; for a window of 128 tokens,
+        add `& (key > query - 128)`. All of attention follows this line.
+        """
+        return key <= query
+
+    def mask(self, queries: int, keys: int, device="cpu"):
+        """Whether each query sees each key, bool (queries, keys); the queries are the last tokens."""
+        key = torch.arange(keys, device=device)
+        return self.sees(key[keys - queries :, None], key)
+
+    def has_causal_mask(self, tokens: int) -> bool:
+        """Whether a token sees itself and all before it, for which torch's kernels need no mask."""
+        every = torch.ones(tokens, tokens, dtype=torch.bool, device="cpu")
+        return torch.equal(self.mask(tokens, tokens), every.tril())
+
+    def forward(self, x, values, context: Context):
+        """x (B, T, D) -> (B, T, D); values (B, T, D) or None: the tokens' own value vectors."""
         B, T, D = x.shape
         heads = (B, T, self.n_head, -1)
-        q = self.q(x).view(heads)  # (B, T, H, K)
+        q = self.q(x).view(heads)  # (B, T, H, D/H)
         k = self.k(x).view(heads)
         v = self.v(x).view(heads)
-        if value_rows is not None:  # gated per head
-            gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, H)
-            v = v + gate.unsqueeze(-1) * value_rows.view(heads)
-        q = rope(q, cos, sin)
-        k = rope(k, cos, sin)
+        if values is not None:  # gated per head
+            gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate_width]))  # (B, T, H)
+            v = v + gate.unsqueeze(-1) * values.view(heads)
+        q = rope(q, context.cos, context.sin)
+        k = rope(k, context.cos, context.sin)
         if self.qk_norm:
             q = F.rms_norm(q, (q.size(-1),), eps=EPS)
             k = F.rms_norm(k, (k.size(-1),), eps=EPS)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.shift)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D/H)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)  # (B, H, S, D/H), the S tokens so far
+        if self.shift is not None:
+            k, v = self.shift(k, v)
+        mask = None
+        if context.cache is not None or not self.is_causal:
+            mask = self.mask(T, k.size(2), x.device)
+        y = attend(q, k, v, mask)
         return self.o(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -336,8 +381,8 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__()
-        self.fc = Linear(cfg.d_model, cfg.d_mlp)
-        self.proj = Linear(cfg.d_mlp, cfg.d_model)
+        self.fc = Linear(cfg.d_model, cfg.d_mlp, orthogonal(input_std(cfg.d_model)), muon=True)
+        self.proj = Linear(cfg.d_mlp, cfg.d_model, INITS[cfg.init](cfg), muon=True)
 
     def forward(self, x):
         return self.proj(F.relu(self.fc(x)).square())
@@ -348,9 +393,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__()
-        self.fc = Linear(cfg.d_model, cfg.d_mlp)
-        self.up = Linear(cfg.d_model, cfg.d_mlp)
-        self.proj = Linear(cfg.d_mlp, cfg.d_model)
+        init = orthogonal(input_std(cfg.d_model))
+        self.fc = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
+        self.up = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
+        self.proj = Linear(cfg.d_mlp, cfg.d_model, INITS[cfg.init](cfg), muon=True)
 
     def forward(self, x):
         return self.proj(F.silu(self.fc(x)) * self.up(x))
@@ -359,58 +405,53 @@ class SwiGLU(nn.Module):
 MLPS = {"relu2": MLP, "swiglu": SwiGLU}
 
 
-# What is applied to the residual stream after each of a layer's two sums.
-BLOCKS = {"prenorm": nn.Identity, "resnorm": RMSNorm}
+def no_norm(d: int) -> nn.Module:
+    return nn.Identity()
+
+
+NORMS_OF_SUMS = {"prenorm": no_norm, "resnorm": RMSNorm}
 
 
 class Block(nn.Module):
-    """One layer.
+    """Layer number `layer`.
 
     prenorm: x += Attn(N(x)); x += MLP(N(x))
     resnorm (RDM): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)
     """
 
-    def __init__(self, cfg: "ModelConfig", value_gate: bool, shift: Callable | None):
+    def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
-        self.attn = Attention(cfg, value_gate, shift)
+        d = cfg.d_model
+        self.layer = layer
+        self.looped = layer in cfg.core_layers()
+        self.attn = Attention(cfg, layer)
         self.mlp = MLPS[cfg.mlp](cfg)
-        self.norm1 = RMSNorm(cfg.d_model)
-        self.norm2 = RMSNorm(cfg.d_model)
-        self.norm3 = BLOCKS[cfg.block](cfg.d_model)
-        self.norm4 = BLOCKS[cfg.block](cfg.d_model)
+        self.norm1 = RMSNorm(d)
+        self.norm2 = RMSNorm(d)
+        self.norm3 = NORMS_OF_SUMS[cfg.block](d)
+        self.norm4 = NORMS_OF_SUMS[cfg.block](d)
 
-    def forward(self, x, cos, sin, value_rows=None, attend=attend):
-        """x (B, T, D) in the residual stream's dtype; the branches run in the activations' dtype,
-        which cos and sin have.
+    def forward(self, x, values, context: Context):
+        """x (B, T, D), the residual stream -> the same shape and dtype. The branches compute in the
+        activations' dtype, which may be a shorter one.
         """
-        normed = self.norm1(x).to(cos.dtype)
-        x = self.norm3(x + self.attn(normed, cos, sin, value_rows, attend))
-        normed = self.norm2(x).to(cos.dtype)
-        return self.norm4(x + self.mlp(normed))
+        dtype = context.cos.dtype
+        x = self.norm3(x + self.attn(self.norm1(x).to(dtype), values, context))
+        return self.norm4(x + self.mlp(self.norm2(x).to(dtype)))
 
 
 # -------------------------------------------------------------------------------------------------
 # Configuration
 
 
-def zeros(shape, std, layers, generator):
-    return torch.zeros(shape)
-
-
-def scaled_by_depth(shape, std, layers, generator):
-    return orthogonal(shape, std / math.sqrt(2 * layers), generator)
-
-
 # Initial loop states: the standard deviation of a normal (None: that of the input matrices), and at
 # how many standard deviations it is truncated.
 STATE_INITS = {"like-init": (None, 3.0), "normal": (1.0, 5.0), "zero": (0.0, 3.0)}
-# Attention and MLP output matrices start at zero, or with a std that falls as 1 / sqrt(2 L).
-INITS = {"scaled-zero": zeros, "scaled": scaled_by_depth}
 CHOICES = {
     "injection": INJECTIONS,
     "gain": GAINS,
     "mechanism": MECHANISMS,
-    "block": BLOCKS,
+    "block": NORMS_OF_SUMS,
     "mlp": MLPS,
     "state_init": STATE_INITS,
     "init": INITS,
@@ -464,54 +505,24 @@ class ModelConfig:
     init: str = setting(
         "scaled-zero", "initial attention and MLP outputs: zero, or scaled by depth"
     )
-    ssm_decay: float = setting(math.sqrt(1 / 5), "decay at initialisation, between 0 and 1")
+    ssm_decay: float = setting(
+        math.sqrt(1 / 5), "decay at initialisation, between 0 and 1", least=1e-6, most=1 - 1e-6
+    )
     rope_theta: float = setting(50_000.0, "base of the rotary embedding", least=1, most=1 << 31)
     sampling: str = setting("poisson-truncated-full", "law of a sequence's depth: looped/depth.py")
     granularity: str = setting("sequence", "what has a depth of its own in training")
 
     def __post_init__(self):
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{flag(name)} {value} is not one of {', '.join(allowed)}")
         for item in fields(self):
-            value = getattr(self, item.name)
-            least = item.metadata.get("least", value)
-            most = item.metadata.get("most", value)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"{flag(item.name)} {value} must lie between {least} and {most}")
-        if self.n_core:
-            self._check_loop()
-        else:
-            self._check_flat()
-        self._check_shapes()
-
-    def _check_flat(self):
-        self.mu_rec = 0
-        self.mu_bwd = 0
-        if self.mechanism != "none":
-            raise ValueError(
-                f"--mechanism {self.mechanism} needs a loop, but --n-core is 0; try --n-core 1"
-            )
-
-    def _check_loop(self):
-        if self.mechanism != "none" and self.granularity == "token":
-            raise ValueError(
-                f"--mechanism {self.mechanism} excludes --granularity token; "
-                "try --granularity sequence"
-            )
-        if self.mu_rec < 1:
-            raise ValueError(f"--mu-rec {self.mu_rec} must be at least 1")
-        if self.mu_bwd == 0:
-            self.mu_bwd = math.ceil(self.mu_rec / 2)
-        if self.mu_bwd > self.mu_rec:
-            raise ValueError(
-                f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}"
-            )
-        if not 0 < self.ssm_decay < 1:
-            raise ValueError(f"--ssm-decay {self.ssm_decay} must lie between 0 and 1, excluded")
-
-    def _check_shapes(self):
+            value, bounds = getattr(self, item.name), item.metadata
+            flag = "--" + item.name.replace("_", "-")
+            allowed = CHOICES.get(item.name, (value,))
+            if value not in allowed:
+                raise ValueError(f"{flag} {value} is not one of {', '.join(allowed)}")
+            if type(value) in (int, float) and not bounds["least"] <= value <= bounds["most"]:
+                raise ValueError(
+                    f"{flag} {value} must lie between {bounds['least']} and {bounds['most']}"
+                )
         # a head's channels rotate in pairs; half of the pairs may be the preceding token's
         part = 4 if self.token_shift else 2
         unit = part * self.n_head
@@ -521,31 +532,55 @@ class ModelConfig:
                 f"--d-model {self.d_model} is no multiple of {part} × --n-head {self.n_head}; "
                 f"try --d-model {fits}"
             )
-        outside = min(self.n_prelude, self.n_coda) if self.n_core else self.n_layer() - 1
-        if self.token_shift and outside < 1:
+        if self.n_core:
+            self._settle_loop()
+        else:
+            self.mu_rec = self.mu_bwd = 0
+            if self.mechanism != "none":
+                raise ValueError(f"--mechanism {self.mechanism} needs a loop; try --n-core 1")
+
+    def _settle_loop(self):
+        self.mu_bwd = self.mu_bwd or math.ceil(self.mu_rec / 2)
+        if not 1 <= self.mu_bwd <= self.mu_rec:
             raise ValueError(
-                "--token-shift needs a first and a last layer outside the loop; try --no-token-shift"
+                f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}"
             )
+        if self.mechanism != "none" and self.granularity == "token":
+            raise ValueError(
+                f"--mechanism {self.mechanism} excludes --granularity token; "
+                "try --granularity sequence"
+            )
+
+    # layers are numbered once through prelude, core and coda
 
     def n_layer(self) -> int:
         return self.n_prelude + self.n_core + self.n_coda
 
+    def core_layers(self) -> range:
+        return range(self.n_prelude, self.n_prelude + self.n_core)
+
     def value_layers(self) -> list[int]:
-        """Layers with a value table, looped ones counted once: every second, the last included."""
-        if not self.value_embeds:
-            return []
+        """Layers with a value table: every second, the last included."""
         last = self.n_layer() - 1
-        return [i for i in range(self.n_layer()) if (last - i) % 2 == 0]
+        return [i for i in range(last + 1) if self.value_embeds and (last - i) % 2 == 0]
+
+    def shifts(self) -> dict[int, Callable]:
+        """Layers in which attention also reads the preceding token, and how."""
+        return {0: shift_values, self.n_layer() - 1: shift_keys} if self.token_shift else {}
 
     def block_matmul(self) -> int:
         """Weights of one block that multiply activations; norms, gates and tables are left out."""
         with torch.device("meta"):
-            block = Block(self, value_gate=False, shift=None)
+            block = Block(replace(self, value_embeds=False), 0)
         return sum(part.weight.numel() for part in block.modules() if isinstance(part, Linear))
 
     def flops_per_token(self, attention: bool = True) -> float:
-        """Training FLOPs per token: looped/flops.py."""
-        return flops_per_token(self, INJECTIONS[self.injection], attention)
+        """Training FLOPs per token at the means of the depth law, a backward pass being twice a forward
+        one. attention: with the products of all pairs of tokens, masked ones included (PaLM's count).
+        """
+        once, loop = forward_flops(astuple(self), self.seq_len if attention else 1)
+        n, k = mean_loops(self.sampling, self.mu_rec, self.mu_bwd)
+        return 3 * once + (n + 3 * k) * loop
 
 
 # Presets: paper, tables "Model definitions", heads 128 wide; `nano` is for CPUs.
@@ -624,76 +659,48 @@ PRESETS = {
 # The model
 
 
-@dataclass
-class LoopState:
-    """The state after a loop and before it; h is computed, when asked for, from what the loop
-    carries.
-    """
-
-    mechanism: nn.Module
-    carried: torch.Tensor
-    carried_before: torch.Tensor
-
-    @property
-    def h(self) -> torch.Tensor:
-        """(B, T, D)"""
-        return self.mechanism.read(self.carried)
-
-    @property
-    def previous(self) -> torch.Tensor:
-        """(B, T, D)"""
-        return self.mechanism.read(self.carried_before)
-
-
-def where_live(live: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """new (B, T, …) for the rows (B,) or tokens (B, T) that are live, old for the others."""
-    live = live.view(live.shape + (1,) * (new.dim() - live.dim()))
-    return torch.where(live, new, old)
+MAX_LOGITS = 1 << 31  # of a micro-batch at once: 32 rows of 2,048 tokens under 32,768 entries
 
 
 class Model(nn.Module):
     """The three equations at the head of this file are `prelude`, `core_step` and `coda`; `unroll`
     runs the loops between.
 
-    torch.compile sees these pieces (PIECES: the coda with its loss); the loop itself stays in
-    Python, since its length varies.
+    dtype: of activations; residual_dtype: of the residual stream and the loop's state (None: the
+    same); checkpoint_loops: recompute loops in the backward pass.
     """
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        residual_dtype: torch.dtype | None = None,
+        checkpoint_loops: bool = False,
+    ):
         super().__init__()
         self.cfg = cfg
-        d = cfg.d_model
-        self.dtype = torch.float32  # of activations
-        self.residual_dtype = None  # of residual stream and loop state; None: as activations
-        self.loss_chunk = 0  # tokens; 0 keeps all logits of a micro-batch
-        self.checkpoint_loops = False
-        self.is_compiled = False
-        self.whole_step = None  # core_step compiled for all rows
-        self.injection = None
-        if cfg.n_core:
-            self.injection = INJECTIONS[cfg.injection](cfg)
-        self.wte = Embedding(cfg.vocab_size, d)
-        # numbers of the unique layers
-        first, last = cfg.n_prelude, cfg.n_prelude + cfg.n_core
-        self.prelude_layers = range(first)
-        self.core_layers = range(first, last)
-        self.coda_layers = range(last, cfg.n_layer())
-        tables = cfg.value_layers()
-        shifts = {0: shift_values, cfg.n_layer() - 1: shift_keys} if cfg.token_shift else {}
-        self.blocks = nn.ModuleList()
-        for layer in range(cfg.n_layer()):
-            self.blocks.append(Block(cfg, layer in tables, shifts.get(layer)))
-        self.ve = nn.ModuleDict({str(i): Embedding(cfg.vocab_size, d) for i in tables})
+        self.dtype = dtype
+        self.residual_dtype = residual_dtype
+        self.checkpoint_loops = checkpoint_loops
+        d, V = cfg.d_model, cfg.vocab_size
+        self.core_layers = cfg.core_layers()
+        self.prelude_layers = range(self.core_layers.start)
+        self.coda_layers = range(self.core_layers.stop, cfg.n_layer())
+        init = orthogonal(input_std(d))
+        self.injection = INJECTIONS[cfg.injection](cfg) if cfg.n_core else None
+        self.wte = Embedding(V, d, init)
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer()))
+        tables = {str(layer): Embedding(V, d, standard_normal) for layer in cfg.value_layers()}
+        self.ve = nn.ModuleDict(tables)
         self.norm_f = RMSNorm(d)
         self.norm_e = RMSNorm(d) if cfg.n_core and cfg.prelude_norm else None
-        self.C = Linear(d, d) if cfg.n_core and cfg.readout else None
+        self.C = Linear(d, d, init) if cfg.n_core and cfg.readout else None
         self.mechanism = MECHANISMS[cfg.mechanism](cfg)
-        K = d // cfg.n_head
         # numpy's arange: torch's loads the compiler where the device is "meta"
-        pairs = torch.from_numpy(np.arange(0, K, 2, dtype=np.float32))
+        pairs = torch.from_numpy(np.arange(0, d // cfg.n_head, 2, dtype=np.float32))
         positions = torch.from_numpy(np.arange(cfg.seq_len, dtype=np.float32))
-        rate = cfg.rope_theta ** (-pairs / K)
-        angle = torch.outer(positions, rate)[:, None, :]  # (T, 1, K/2)
+        rate = cfg.rope_theta ** (-pairs / (d // cfg.n_head))
+        angle = torch.outer(positions, rate)[:, None, :]  # (T, 1, D/2H)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -702,66 +709,30 @@ class Model(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Draws each parameter from a generator keyed by (seed, its name), so a flag that adds one
-        changes no other.
+        changes no other. How it is drawn stands where it is made:
 
-        | wte, q, k, v, fc, up, C          | orthogonal, entries of std s = sqrt(2 / (5 D))                |
+        | wte, q, k, v, fc, up, C, W       | orthogonal, entries of std s = sqrt(2 / (5 D))                |
         | attention o, MLP proj            | scaled-zero: 0; scaled: std s / sqrt(2 L), L = layers applied |
         | value tables; value gates; norms | N(0, 1); U(±1/sqrt(fan in)), as torch's Linear; 1             |
-        | injection, mechanism             | their own method `initial`                                    |
+        | A_log; dt_bias; B                | 0; softplus⁻¹(-ln ssm_decay); identity                        |
         """
         for name, p in self.named_parameters():
             own = name.removeprefix("injection.")
             key = hash_key(seed, FOR_INIT, *own.encode())
             generator = torch.Generator().manual_seed(key & 0x7FFFFFFFFFFFFFFF)
-            value = self._initial(name, p, generator)
-            if value.shape != p.shape:
-                raise AssertionError(
-                    f"{name} is {tuple(p.shape)}, its initial value {tuple(value.shape)}"
-                )
-            p.copy_(value)
-
-    def _initial(self, name: str, p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """The initial value of a parameter."""
-        cfg = self.cfg
-        part = name.removesuffix(".weight").split(".")[-1]
-        std = input_std(cfg.d_model)
-        if name.startswith("mechanism."):
-            return self.mechanism.initial(part, std, generator)
-        if name.startswith("injection."):
-            return self.injection.initial(part, std, generator)
-        if isinstance(self.get_submodule(name.rpartition(".")[0]), RMSNorm):
-            return torch.ones(p.shape)
-        if name.startswith("ve."):
-            return torch.randn(p.shape, generator=generator)
-        if part in ("wte", "q", "k", "v", "fc", "up", "C"):
-            return orthogonal(p.shape, std, generator)
-        if part in ("o", "proj"):
-            applied = cfg.n_prelude + cfg.n_core * cfg.mu_rec + cfg.n_coda
-            return INITS[cfg.init](p.shape, std, applied, generator)
-        if part == "gate":
-            uniform = torch.rand(p.shape, generator=generator) * 2 - 1
-            return uniform / math.sqrt(p.size(1))
-        raise AssertionError(f"{name} has no initial value: add a case for it to Model._initial")
+            p.copy_(p.init(p.shape, generator))
 
     def muon_parameters(self) -> set[str]:
-        """Names of Muon's matrices: weights of attention's q, k, v, o and of the MLP (paper, table of
-        groups).
-        """
-        parts = {"q", "k", "v", "o", "fc", "up", "proj"}
-        names = set()
-        for name, p in self.named_parameters():
-            path = name.split(".")
-            if path[0] == "blocks" and path[-2] in parts and path[-1] == "weight" and p.dim() == 2:
-                names.add(name)
-        return names
+        """Names of Muon's matrices: attention's q, k, v, o and the MLP's (paper, table of groups)."""
+        return {name for name, p in self.named_parameters() if p.muon}
 
     # -- prelude, core, coda ----------------------------------------------------------------------
 
     def prelude(self, ids, cache=None):
         """ids (B, T) -> e (B, T, D), the prelude's output."""
         x = self.wte(ids).to(self.residual_dtype or self.dtype)
-        value_rows = self.value_rows(ids, self.prelude_layers)
-        x = self.run_blocks(x, self.prelude_layers, value_rows, cache)
+        values = self.values(ids, self.prelude_layers)
+        x = self.run_blocks(x, self.prelude_layers, values, self.context(ids, cache=cache))
         return x if self.norm_e is None else self.norm_e(x)
 
     def initial_state(self, e, keys, positions=None):
@@ -783,61 +754,46 @@ class Model(nn.Module):
         if self.cfg.n_core == 0:
             return e, None
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
-        if decay is not None and decay.element_size() < 4:
-            raise TypeError(f"decay is {decay.dtype}, where 0.999 is 1; compute it in float32")
-        value_rows = self.value_rows(ids, self.core_layers)
         positions = None if cache is None else cache.positions
-        inputs = LoopInputs(decay, write, value_rows)
-        return self.initial_state(e, keys, positions), inputs
+        h = self.initial_state(e, keys, positions)
+        return h, LoopInputs(decay, write, self.values(ids, self.core_layers))
 
     def core_step(self, h, inputs: LoopInputs, index, cache=None):
         """One loop: h (B, T, D) -> decay ⊙ h + gain ⊙ (B e) + R̄(h, e). `inject` gives the first two
-        terms; the blocks are residual and add R̄. index (B,) or (B, T): how many loops each row (or
-        token) has already taken.
+        terms; the blocks are residual and add R̄. index (B,) or (B, T): how many loops each sequence
+        (or token) has already taken.
         """
         x = self.injection.inject(h, inputs)
-        out = self.run_blocks(x, self.core_layers, inputs.value_rows, cache)
+        context = self.context(h, index, cache)
+        out = self.run_blocks(x, self.core_layers, inputs.values, context)
         return self.injection.finish(out, x, h, inputs)
 
     def coda(self, h, ids, cache=None):
         """h after the last loop (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""
         if self.C is not None:
             h = self.C(h.to(self.dtype)).to(h.dtype)
-        value_rows = self.value_rows(ids, self.coda_layers)
-        x = self.run_blocks(h, self.coda_layers, value_rows, cache)
+        values = self.values(ids, self.coda_layers)
+        x = self.run_blocks(h, self.coda_layers, values, self.context(ids, cache=cache))
         return self.norm_f(x).to(self.dtype)
 
-    def value_rows(self, ids, layers: range) -> list:
-        """Value-table rows of the tokens for each of these layers: (B, T, D), None where there is
-        no table.
-        """
-        value_rows = []
+    def values(self, ids, layers: range) -> list:
+        """The tokens' rows of these layers' value tables: (B, T, D), None for a layer without."""
+        found = []
         for layer in layers:
             name = str(layer)
-            value_rows.append(self.ve[name](ids).to(self.dtype) if name in self.ve else None)
-        return value_rows
+            found.append(self.ve[name](ids).to(self.dtype) if name in self.ve else None)
+        return found
 
-    def run_blocks(self, x, layers: range, value_rows: list, cache=None):
-        """These layers, each with its entry of value_rows, applied to x (B, T, D).
+    def context(self, x, index=None, cache=None) -> Context:
+        """What the blocks need to know of x (B, T, …): whole sequences, or the cache's next tokens."""
+        at = slice(x.size(1)) if cache is None else cache.positions
+        return Context(self.cos[at].to(self.dtype), self.sin[at].to(self.dtype), index, cache)
 
-        cache: for text that comes piece by piece (looped/cache.py); it knows the tokens' positions
-        and computes their attention.
-        """
-        if cache is None:
-            cos = self.cos[: x.size(1)].to(self.dtype)
-            sin = self.sin[: x.size(1)].to(self.dtype)
-        else:
-            cos, sin = cache.cos, cache.sin
-        for layer, own in zip(layers, value_rows, strict=True):
-            attention = attend if cache is None else functools.partial(cache.attend, layer)
-            x = self.blocks[layer](x, cos, sin, own, attention)
+    def run_blocks(self, x, layers: range, values: list, context: Context):
+        """These layers, each with its entry of `values`, applied to x (B, T, D)."""
+        for layer, own in zip(layers, values, strict=True):
+            x = self.blocks[layer](x, own, context)
         return x
-
-    def rotary(self, positions):
-        """positions (B, T) -> the rotary embedding's cos and sin (B, T, 1, K/2) in the activations'
-        dtype.
-        """
-        return self.cos[positions].to(self.dtype), self.sin[positions].to(self.dtype)
 
     # -- the head ---------------------------------------------------------------------------------
 
@@ -847,117 +803,108 @@ class Model(nn.Module):
 
     def head_loss(self, x, targets):
         """x (N, D), targets (N,) -> the summed cross-entropy, nats, float32."""
-        if self.loss_chunk and torch.is_grad_enabled():
-            return ChunkedCrossEntropy.apply(x, self.wte.weight, targets, self.loss_chunk)
         return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
     def coda_loss(self, h, ids, targets):
         """The last loop's h (B, T, D) -> summed cross-entropy of a micro-batch, nats, float32."""
-        return self.head_loss(self.coda(h, ids).flatten(0, 1), targets.flatten())
+        x = self.coda(h, ids).flatten(0, 1)
+        losses = []
+        chunks = self.head_chunks(x, targets)
+        for part, target in chunks:
+            if len(chunks) == 1:
+                return self.head_loss(part, target)
+            # its logits are made again in the backward pass
+            loss = checkpoint(
+                self.head_loss, part, target, use_reentrant=False, preserve_rng_state=False
+            )
+            losses.append(loss)
+        return torch.stack(losses).sum()
+
+    def head_chunks(self, x, targets) -> list:
+        """x (N, D), targets (B, T) in pieces of which the logits fit beside each other."""
+        size = max(1, MAX_LOGITS // self.cfg.vocab_size)
+        return list(zip(x.split(size), targets.flatten().split(size), strict=True))
 
     def token_losses(self, h, ids, targets):
         """The last loop's h (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
         x = self.coda(h, ids).flatten(0, 1)
-        size = self.loss_chunk or len(x)
         losses = []
-        for part, target in zip(x.split(size), targets.flatten().split(size), strict=True):
+        for part, target in self.head_chunks(x, targets):
             losses.append(F.cross_entropy(self.head(part).float(), target, reduction="none"))
         return torch.cat(losses).view_as(ids)
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def unroll(self, h, inputs: LoopInputs, plan: Iterable[Loop], cache=None):
-        """Runs the loops of a plan from h_0 (B, T, D); yields the LoopState after each.
+        """Runs a plan's loops from h_0 (B, T, D); yields after each what the mechanism carries, which
+        `mechanism.read` makes the state h.
 
-        The one loop over depth: training, evaluation, sampling and the mechanisms all use it. The
-        plan is read as it goes, so it may depend on what was yielded. Only a loop's active rows are
-        computed; the others keep their state.
+        The one loop over depth: training, evaluation and sampling all use it. The plan is read as it
+        goes, so it may depend on what was yielded. Sequences come deepest first: a loop takes the
+        first `loop.active` ones, the others keep their state.
         """
         mechanism = self.mechanism
-        carried, history = mechanism.start(h)
-        before = carried.detach()
-        constants = inputs.detach()
+        state, history = mechanism.start(h)
         learning = False
-        core = [self.blocks[layer] for layer in self.core_layers]
-        # no copies for recomputed loops: those run again after the copies are gone
-        with copied([] if self.checkpoint_loops else core, self.dtype):
-            for loop in plan:
-                if loop.gradient and torch.is_grad_enabled() and not learning:
-                    # torch compiles one graph for states that require gradient and another for
-                    # those that do not: all loops with gradient should use one
-                    if not carried.requires_grad:
-                        carried = carried.detach().requires_grad_()
-                    history = mechanism.resume(history)
-                    learning = True
-                if cache is not None:
-                    cache.begin_loop(loop.number, loop.live)
-                given = (inputs if learning else constants).rows(loop.active)
-                active = carried[: loop.active]
-                with torch.set_grad_enabled(learning):
-                    whole = loop.active == len(carried)
-                    propose = self._proposal(given, loop.index, cache, whole)
-                    new = mechanism.step(active, history, loop.index, propose)
-                if new.dtype != active.dtype:
-                    raise TypeError(
-                        f"a loop made {new.dtype} of {active.dtype}; end it with .to(h.dtype)"
-                    )
-                if loop.live is None:
-                    before = carried
-                else:  # rows or tokens that stand still keep their state and last change
-                    new = where_live(loop.live, new, active)
-                    before = where_live(loop.live, carried.detach(), before)
-                carried = new if whole else torch.cat([new, carried[loop.active :]])
-                yield LoopState(mechanism, carried, before)
+        for loop in plan:
+            if loop.gradient and torch.is_grad_enabled() and not learning:
+                learning = True
+                # torch compiles another graph for states that do not require gradient: let all
+                # loops with gradient use one
+                if not state.requires_grad:
+                    state = state.detach().requires_grad_()
+                history = mechanism.resume(history)
+            if cache is not None:
+                cache.begin_loop(loop.number, loop.live)
+            with torch.set_grad_enabled(learning):
+                active = state[: loop.active]
+                core = self.core(inputs.rows(loop.active), loop.index, cache)
+                new = mechanism.step(active, history, loop.index, core)
+                if loop.live is not None:  # tokens that are done keep their state
+                    live = loop.live.view(*loop.live.shape, *[1] * (new.dim() - 2))
+                    new = torch.where(live, new, active)
+            whole = loop.active == len(state)
+            state = new if whole else torch.cat([new, state[loop.active :]])
+            yield state
 
-    def _proposal(self, inputs: LoopInputs, index, cache, whole: bool):
-        """The function h -> core_step(h) of one loop; whole: whether the loop takes all rows."""
-        step = self.whole_step if whole and self.whole_step else self.core_step
-
-        def propose(h):
-            if self.checkpoint_loops and torch.is_grad_enabled():
-                return checkpoint(
-                    step, h, inputs, index, use_reentrant=False, preserve_rng_state=False
-                )
-            return step(h, inputs, index, cache)
-
-        return propose
+    def core(self, inputs: LoopInputs, index, cache=None) -> Callable:
+        """The function h -> core_step(h) of one loop."""
+        step = functools.partial(self.core_step, inputs=inputs, index=index, cache=cache)
+        if self.checkpoint_loops and torch.is_grad_enabled():
+            return functools.partial(
+                checkpoint, step, use_reentrant=False, preserve_rng_state=False
+            )
+        return step
 
     def loss(self, ids, targets, keys, n, k):
-        """Summed cross-entropy of a micro-batch under truncated backpropagation through depth
-        (paper, algorithm 2).
+        """Summed cross-entropy of a micro-batch, nats, under truncated backpropagation through depth
+        (paper, algorithm 2); and `statistics`.
 
         ids, targets (B, T) int64; keys (B,) int64 from `hash_key`; n, k int arrays (B,) (or (B,
-        T)) from `sample_depths`. Returns the loss sum in nats, and `statistics`.
+        T)) from `sample_depths`: loops without and with gradient.
         """
         n, k = np.asarray(n), np.asarray(k)
-        if n.ndim == 1 and (np.diff(n + k) > 0).any():
+        if n.ndim == 1:  # deepest first
             order = np.argsort(-(n + k), kind="stable")
             n, k = n[order], k[order]
             at = to_device(torch.from_numpy(order), ids.device)
             ids, targets, keys = ids[at], targets[at], keys[at]
-        ids = ids.contiguous()
-        targets = targets.contiguous()
-        h, inputs = self.enter_loop(ids, keys)
-        plan = training_plan(n, k, ids.device)
-        if not self.mechanism.can_wait and any(loop.live is not None for loop in plan):
-            name = self.cfg.mechanism
-            raise ValueError(f"--mechanism {name} needs a law of depths whose rows loop together")
-        state = LoopState(self.mechanism, h, h)  # of a model without a loop
-        if inputs is not None:
-            for state in self.unroll(h, inputs, plan):  # noqa: B007
-                pass
-        loss = self.coda_loss(state.h, ids, targets)
-        return loss, self.statistics(state, inputs)
+        ids, targets = ids.contiguous(), targets.contiguous()
+        start, inputs = self.enter_loop(ids, keys)
+        if inputs is None:
+            return self.coda_loss(start, ids, targets), {}
+        before = state = None
+        for new in self.unroll(start, inputs, training_plan(n, k, ids.device)):
+            before, state = state, new
+        h = self.mechanism.read(state)
+        previous = start if before is None else self.mechanism.read(before.detach())
+        return self.coda_loss(h, ids, targets), self.statistics(h, previous, inputs)
 
     @torch.no_grad()
-    def statistics(self, state: LoopState, inputs: LoopInputs | None) -> dict:
-        """What is logged of a micro-batch's loops: sums over its tokens."""
-        if inputs is None:
-            return {}
-        h = state.h
-        change = h - state.previous
+    def statistics(self, h, previous, inputs: LoopInputs) -> dict:
+        """What is logged of the state after the last loop and before it: sums over tokens."""
         stats = {
-            "residual": change.float().norm(dim=-1).sum(),
+            "residual": (h - previous).float().norm(dim=-1).sum(),
             "state_norm": h.float().norm(dim=-1).sum(),
         }
         tokens = h.size(0) * h.size(1)
@@ -981,7 +928,7 @@ class Model(nn.Module):
         plan = even_plan(len(ids), wanted[-1], ids.device)
         for depth, state in enumerate(self.unroll(h, inputs, plan), 1):
             if depth in wanted:
-                yield depth, state.h
+                yield depth, self.mechanism.read(state)
 
     @torch.no_grad()
     def forward(self, ids, depth: int | None = None, seed: int = 0):
@@ -1029,40 +976,58 @@ class Model(nn.Module):
     def compile_pieces(self, backend: str = "inductor", for_cpu: bool = False) -> None:
         """Replaces the pieces with compiled ones; for_cpu: only those for which that pays on a CPU.
 
-        core_step gets a graph for all rows of a micro-batch, one for any number of active rows and
-        one for a single row, each with and without gradient; `enter_loop` one with and one
-        without, coda_loss one with, token_losses one without. After that nothing is compiled. The
-        all-rows graph has a wrapper of its own, whole_step: in a shared one, the graph for
-        any number of rows would be used for all rows too.
+        The loop stays in Python, since its length varies. core_step gets one graph with gradient and
+        one without, for any number of sequences.
         """
-        self.is_compiled = True
-        # Inductor may split "any number" by size; past torch's limit of 8 graphs, loops run uncompiled
-        torch._dynamo.config.recompile_limit = 32
-        compiled = functools.partial(torch.compile, backend=backend)
-        self.whole_step = compiled(self.core_step, dynamic=False)
-        self.core_step = compiled(self.core_step)
-        self.enter_loop = compiled(self.enter_loop, dynamic=False)
-        self.coda_loss = compiled(self.coda_loss, dynamic=False)
+        torch.fx.experimental._config.backed_size_oblivious = (
+            True  # one sequence is any number, too
+        )
+        compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
+        step = compiled(self.core_step)
+
+        def core_step(h, inputs, index, cache=None):
+            for x in tree_leaves((h, index, inputs)):
+                if torch.is_tensor(x) and (x.dim() > 1 or x is index):
+                    torch._dynamo.mark_dynamic(x, 0)
+            return step(h, inputs, index, cache)
+
+        self.core_step = core_step
+        self.enter_loop = compiled(self.enter_loop)
+        self.coda_loss = compiled(self.coda_loss)
         if for_cpu:  # LOG.md, "Compiling on a CPU"
             self.initial_state = torch.compiler.disable(self.initial_state)
         else:
-            self.token_losses = compiled(self.token_losses, dynamic=False)
+            self.token_losses = compiled(self.token_losses)
 
-    def __getstate__(self) -> dict:
-        """What copies are made of: all but the compiled pieces, which would use this model's weights."""
-        state = self.__dict__ | {"whole_step": None, "is_compiled": False}
+    def uncompile(self) -> None:
         for name in (*self.PIECES, "initial_state"):
-            state.pop(name, None)
-        return state
+            self.__dict__.pop(name, None)
 
     def uncompiled(self) -> "Model":
         """The same weights, with pieces that are not compiled: for shapes that vary."""
-        return copy.copy(self)
+        model = copy.copy(self)
+        model.uncompile()
+        return model
 
 
-def input_std(d_model: int) -> float:
-    """Standard deviation of the input matrices' entries and of the initial loop state."""
-    return math.sqrt(2 / (5 * d_model))
+@functools.cache
+def forward_flops(settings: tuple, tokens: int) -> tuple[float, float]:
+    """FLOPs per token of rows of so many tokens, counted as they run: of a forward pass outside the
+    loop, and of one loop. settings: a ModelConfig's.
+    """
+    with torch.device("meta"):
+        model = Model(ModelConfig(*settings)).to("meta")
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        index = torch.zeros(1, dtype=torch.int64)
+    with FlopCounterMode(display=False) as once:
+        h, inputs = model.enter_loop(ids, index)
+        model.head(model.coda(h, ids))
+    loop = FlopCounterMode(display=False)
+    if inputs is not None:
+        state, history = model.mechanism.start(h)
+        with loop:
+            model.mechanism.step(state, history, index, model.core(inputs, index))
+    return once.get_total_flops() / tokens, loop.get_total_flops() / tokens
 
 
 def parameter_count(cfg: ModelConfig) -> int:
@@ -1084,30 +1049,20 @@ def config_of(settings: dict) -> ModelConfig:
 
 def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
     """A finished or running training run -> (model in eval state, ModelConfig, config.json as a
-    dict).
-
-    config["checkpoint"] names the file. Raises FileNotFoundError when there is no configuration or
-    whole checkpoint, ValueError when they are damaged or do not fit.
+    dict, with the name of its newest checkpoint, which is read).
     """
     run = Path(run_dir)
-    file = run / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{run} is not a run directory: it has no config.json")
     path = newest_checkpoint(run)
     if path is None:
-        raise FileNotFoundError(f"{run} has no whole checkpoint (step_*.pt)")
-    state = read_checkpoint(path)
+        raise FileNotFoundError(f"{run} has no checkpoint (step_*.pt)")
+    config = json.loads((run / "config.json").read_text())
+    cfg = config_of(config["model"])
+    residual = config.get("args", {}).get("residual_dtype", "auto")
+    model = Model(cfg, dtype or getattr(torch, config.get("dtype", "float32")))
+    if dtype is None and residual != "auto":
+        model.residual_dtype = getattr(torch, residual)
     try:
-        config = json.loads(file.read_text())
-        cfg = config_of(config["model"])
-        same_settings(state, cfg)
-        model = Model(cfg)
-        model.load_state_dict(state["model"])
-        model.dtype = dtype or getattr(torch, config.get("dtype", "float32"))
-        residual = config.get("args", {}).get("residual_dtype", "auto")
-        if dtype is None and residual != "auto":
-            model.residual_dtype = getattr(torch, residual)
-    except MISFIT_ERRORS as e:
-        raise ValueError(f"{file} and {path.name} do not fit ({one_line(e)})") from None
-    note_other_code(run, config)
+        model.load_state_dict(read_checkpoint(path)["model"])
+    except RuntimeError as e:
+        raise ValueError(f"{path} is of another model than {run / 'config.json'}") from e
     return model.to(device).eval(), cfg, config | {"checkpoint": path.name}

@@ -14,18 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from looped.console import refuse
 from looped.machine import to_device
 from looped.randomness import FOR_DEPTH, hash_key, uniforms
 
 MAX_DEPTH = 10_000  # of mu_rec and of what is asked for: a slip of the finger must not seem to hang
 BATCH_GROUP = 32  # sequences that share a depth under granularity "batch": the paper's micro-batch
-
-
-def refuse_too_deep(name: str, depths: list[int]) -> None:
-    """Refuses depths above MAX_DEPTH that were given by the flag or argument of this name."""
-    if max(depths, default=0) > MAX_DEPTH:
-        refuse(f"{name} {max(depths)} is more than {MAX_DEPTH:,}")
 
 
 def poisson_quantile(u: np.ndarray, mean: np.ndarray | float) -> np.ndarray:
@@ -97,14 +90,7 @@ def draw(cfg, u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if cfg.n_core == 0:
         none = np.zeros(u.shape, np.int64)
         return none, none
-    n, k = DEPTH_LAWS[cfg.sampling](cfg.mu_rec, cfg.mu_bwd, u, v)
-    for loops in (n, k):
-        if np.shape(loops) != u.shape or loops.dtype.kind != "i" or loops.min() < 0:
-            what = "must give n and k as whole numbers of at least 0, of u's shape"
-            raise ValueError(f"the depth law {cfg.sampling} {what}")
-    if (n + k).min() < 1:
-        raise ValueError(f"the depth law {cfg.sampling} must loop at least once")
-    return n, k
+    return DEPTH_LAWS[cfg.sampling](cfg.mu_rec, cfg.mu_bwd, u, v)
 
 
 # Granularities: (sequences of a step, tokens of a sequence) -> which draw, by number, each
@@ -140,24 +126,34 @@ def sample_depths(cfg, seed: int, step: int, batch: int) -> tuple[np.ndarray, np
     return draw(cfg, uniforms(key, index), uniforms(hash_key(key, 2), index))
 
 
-@functools.cache
-def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
-    """Means of n and k under a law, by averaging it over a grid of (u, v); exact to some 1e-4. 0 of a
-    model without a loop, whose mu_rec is 0. Raises ValueError for a law that draws from something else.
-    """
-    if mu_rec == 0:
-        return 0.0, 0.0
+def even_draws(law: str, mu_rec: int, mu_bwd: int) -> tuple[np.ndarray, np.ndarray]:
+    """(n, k) of a law over an even grid of (u, v): its distribution, to some 1e-4."""
     points = 1 << 16
     index = np.arange(points)
     u = (index + 0.5) / points
     # the golden ratio's multiples fill (0, 1) evenly, whatever u is
     v = (index * 0.6180339887498949 + 0.5) % 1.0
-    v = np.clip(v, 1e-6, 1 - 1e-6)
-    n, k = DEPTH_LAWS[law](mu_rec, mu_bwd, u, v)
-    again = DEPTH_LAWS[law](mu_rec, mu_bwd, u, v)
-    if not np.array_equal((n, k), again):
-        raise ValueError(f"the depth law {law} draws from other numbers than u and v")
+    return DEPTH_LAWS[law](mu_rec, mu_bwd, u, np.clip(v, 1e-6, 1 - 1e-6))
+
+
+@functools.cache
+def mean_loops(law: str, mu_rec: int, mu_bwd: int) -> tuple[float, float]:
+    """Means of n and k under a law; 0 of a model without a loop, whose mu_rec is 0."""
+    if mu_rec == 0:
+        return 0.0, 0.0
+    n, k = even_draws(law, mu_rec, mu_bwd)
     return float(n.mean()), float(k.mean())
+
+
+def trained_loops(cfg, share: float = 0.05) -> int:
+    """How many rows a table by loop index should have: later loops carry gradient in less than this
+    share of sequences, and take the last row (looped/mechanisms.py, at_index).
+    """
+    n, k = even_draws(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
+    last = (n + k).max()
+    while np.mean((n < last) & (last <= n + k)) < share:
+        last -= 1
+    return int(last)
 
 
 def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -178,8 +174,7 @@ class Loop:
     number: int  # loops that ran before it
     active: int  # rows 0 … active - 1 take it
     index: torch.Tensor  # (active,), or (B, T): how many loops each row, or token, has taken before
-    # rows (B,) or tokens (B, T) that take it, bool; None: all of the active rows
-    live: torch.Tensor | None = None
+    live: torch.Tensor | None = None  # (B, T) bool: tokens that take it; None: all of these rows
     gradient: bool = False
 
 
@@ -193,42 +188,38 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     """The loops of truncated backpropagation: row, or token, i takes n[i] loops without gradient,
     then k[i] with.
 
-    Rows, n and k (B,), deepest first, with n[i] = 0 where k[i] < max(k), as under every law above,
-    are nested: the loops without gradient start together, those with gradient end together, so that
-    the active rows of every loop are the first so many. Of other rows, and of tokens, n and k
-    (B, T), every loop computes all; one that is done, or waits for its gradient loops, keeps its
-    state; other tokens still attend to it. Three rows of (n, k) = (3, 2), (1, 2), (0, 1), a column
-    for each loop, # those with gradient:
+    Rows, n and k (B,), come deepest first. The loops without gradient start together, those with
+    gradient end together, and a row that takes fewer than the most with gradient has none without:
+    so the rows of each loop are the first so many. Of tokens, n and k (B, T), every loop computes
+    all, and those that are done keep their state; others still attend to it. Three rows of (n, k) =
+    (3, 2), (1, 2), (0, 1), a column for each loop, # those with gradient:
 
-        nested    ...##    not nested    ...##
-                  .  ##                  .  ##
-                      #                     #
+        ...##
+        .  ##
+            #
     """
-    late = k.max() - k  # loops with gradient that pass before a row joins
-    together = k.any() or n.min() == n.max()  # the last loop is that of all rows
-    nested = n.ndim == 1 and together and (np.diff(n) <= 0).all() and (n[late > 0] == 0).all()
-    if not nested:
-        late = np.zeros_like(k)
-    indices = []  # of each loop: how many loops each row has taken before
-    lives = []  # and which rows take it
+    wait = k.max() - k  # loops with gradient that pass before a row joins
+    if n.ndim == 2:
+        wait = np.zeros_like(k)
+    if (n[wait > 0] > 0).any():
+        raise ValueError("a depth law gave a sequence fewer loops with gradient, but some without")
+    taken = []  # of each loop: how many loops each row has taken before
+    takes = []  # and which rows take it
     for t in range(n.max()):
-        indices.append(np.full(n.shape, t))
-        lives.append(n > t)
-    without = len(lives)
-    for j in range(k.max()):
-        indices.append(n + j - late)
-        lives.append((late <= j) & (j < late + k))
-    if not lives:
-        return []
-    on_device = to_device(torch.from_numpy(np.stack(indices)), device)  # one copy for all loops
-    masks = None if nested else to_device(torch.from_numpy(np.stack(lives)), device)
+        taken.append(np.full(n.shape, t))
+        takes.append(n > t)
+    for t in range(k.max()):
+        taken.append(n + t - wait)
+        takes.append((wait <= t) & (t < wait + k))
+    index = to_device(torch.from_numpy(np.stack(taken)), device)  # one copy for all loops
     loops = []
-    for number, live in enumerate(lives):
-        active = int(live.sum()) if nested else len(n)
-        loop = Loop(number, active, on_device[number, :active], gradient=number >= without)
-        if masks is not None:
-            loop.live = masks[number]
-        loops.append(loop)
+    for number, rows in enumerate(takes):
+        active = int(rows.sum()) if n.ndim == 1 else len(n)
+        loops.append(Loop(number, active, index[number, :active], gradient=number >= n.max()))
+    if n.ndim == 2:
+        masks = to_device(torch.from_numpy(np.stack(takes)), device)
+        for loop, live in zip(loops, masks, strict=True):
+            loop.live = live
     return loops
 
 

@@ -9,21 +9,18 @@ What becomes of the change that a loop proposes, Huang (2026), appendix "Other L
 A mechanism is a module with these methods; `Model.unroll` calls them, for training, evaluation and
 sampling alike:
 
-    start(h)            h_0 (B, T, D) -> what the loop carries, rows first; and a list, the history.
-                        Weights used here learn only from rows all of whose loops carry gradient
-    step(x, history, index, propose)
-                        the carried rows x after one more loop; index: each row's own loop index;
-                        propose(h) is core_step(h)
+    start(h)            h_0 (B, T, D) -> what the loop carries, its state, sequences first; and a
+                        list, the history. Weights used here learn only from sequences all of whose
+                        loops carry gradient
+    step(state, history, index, core)
+                        the state of these sequences after one more loop; index: each one's own loop
+                        index; core(h) is Model.core_step
     resume(history)     the history as the loops with gradient should find it
-    read(x)             what is carried -> h (B, T, D)
-    can_wait            whether a row may sit out some loops, its state unchanged, while others
-                        take them, and loop again afterwards
-    initial(part, std, generator)
-                        initial value of the parameter of that name; what is random is drawn from the
-                        generator; std: that of the network's input matrices
+    read(state)         the state -> h (B, T, D)
 
-What belongs to a row must be carried in x, or padded: an entry of the history has the rows that were
-active in its loop, and a later loop may have fewer (slice it) or more, which begin at h_0 (pad_rows).
+What belongs to a sequence must be carried in the state, or padded: an entry of the history has the
+sequences that were active in its loop, and a later loop may have fewer (slice it) or more, which
+begin at h_0 (pad_rows).
 
 Letters as in model.py; Q loop indices. On the raw loop (`--injection none`) mechanisms replace the
 loop's sum; with `--injection diagonal` they act on top of Parcae's linear path.
@@ -35,9 +32,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from looped.layers import EPS
+from looped.ops import EPS, ones, parameter, zeros
 
-INDICES = 4  # Q / mu_rec: a depth of Poisson(8) exceeds 32 with probability 3e-11
+TABLE_LOOPS = 4  # Q / mu_rec: a depth of Poisson(8) exceeds 32 with probability 3e-11
 
 
 def at_index(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -70,19 +67,14 @@ def pad_rows(x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
 class PlainLoop(nn.Module):
     """The loop itself: what it proposes is the next state."""
 
-    can_wait = True
-
     def __init__(self, cfg):
         super().__init__()
-
-    def initial(self, part: str, std: float, generator: torch.Generator) -> torch.Tensor:
-        raise AssertionError(f"{part} has no initial value: add a case for it to `initial`")
 
     def start(self, h):
         return h, []
 
-    def step(self, h, history, index, propose):
-        return propose(h)
+    def step(self, h, history, index, core):
+        return core(h)
 
     def resume(self, history):
         return history
@@ -102,15 +94,10 @@ class AttnRes(PlainLoop):
     each, where the plain loop keeps only h.
     """
 
-    can_wait = False  # the history would hold the loops that a row sat out
-
     def __init__(self, cfg):
         super().__init__(cfg)
-        indices = INDICES * cfg.mu_rec
-        self.query = nn.Parameter(torch.empty(indices, cfg.d_model))  # (Q, D)
-
-    def initial(self, part, std, generator):
-        return torch.zeros_like(self.query)
+        indices = TABLE_LOOPS * cfg.mu_rec
+        self.query = parameter((indices, cfg.d_model), zeros)  # (Q, D)
 
     def entry(self, v):
         """v (R, T, D) and its scores under every query (R, T, Q): one matrix product instead of one
@@ -126,14 +113,14 @@ class AttnRes(PlainLoop):
         """The same entries, constants, with scores that carry gradient to the queries."""
         return [self.entry(v) for v, _ in history]
 
-    def step(self, h, history, index, propose):
+    def step(self, h, history, index, core):
         """h (a, T, D), index (a,) -> h_{t+1} (a, T, D). Appends u_t to the history.
 
         An entry has only the rows that took its loop, always the first ones; for the others it is
         masked out.
         """
         rows, tokens = h.shape[:2]
-        history.append(self.entry(propose(h) - h))
+        history.append(self.entry(core(h) - h))
         query = index.clamp(max=self.query.size(0) - 1)
         own = query.view(-1, 1, 1).expand(-1, tokens, 1)
         scores = []
@@ -167,17 +154,14 @@ class HyperConnected(PlainLoop):
         super().__init__(cfg)
         self.streams = cfg.streams
         width = self.streams * cfg.d_model
-        self.norm = nn.Parameter(torch.empty(width))
-        self.gate = nn.Parameter(torch.empty(3 * self.streams, width))  # [W_pre, W_post, W_res]
-        self.bias = nn.Parameter(torch.empty(3 * self.streams))
-        indices = INDICES * cfg.mu_rec
-        self.phase = nn.Parameter(torch.empty(indices, cfg.d_model))  # p, (Q, D)
+        self.norm = parameter(width, ones)
+        self.gate = parameter((3 * self.streams, width), zeros)  # [W_pre, W_post, W_res]
+        self.bias = parameter(3 * self.streams, self.first_gates)
+        indices = TABLE_LOOPS * cfg.mu_rec
+        self.phase = parameter((indices, cfg.d_model), zeros)  # p, (Q, D)
 
-    def initial(self, part, std, generator):
-        if part == "norm":
-            return torch.ones_like(self.norm)
-        if part != "bias":
-            return torch.zeros_like(getattr(self, part))
+    def first_gates(self, shape, generator):
+        """Before the sigmoid: for reading, writing and keeping, S each."""
         keep = torch.full((self.streams,), 4.0)
         if self.streams == 1:
             return torch.cat([keep, torch.zeros(1), keep])
@@ -189,7 +173,7 @@ class HyperConnected(PlainLoop):
     def start(self, h):
         return h.unsqueeze(2).repeat(1, 1, self.streams, 1), []  # (B, T, S, D)
 
-    def step(self, s, history, index, propose):
+    def step(self, s, history, index, core):
         """s (R, T, S, D), index (R,) -> the streams after the loop. Gates and sums are float32,
         streams s's dtype.
         """
@@ -199,7 +183,7 @@ class HyperConnected(PlainLoop):
         gates = (z + self.bias).sigmoid().unsqueeze(-1)  # (R, T, 3 S, 1)
         a, b, r = gates.chunk(3, 2)
         c = (a * s).sum(2).to(s.dtype)  # (R, T, D)
-        u = propose(c) - c + at_index(self.phase, index)
+        u = core(c) - c + at_index(self.phase, index)
         written = 2 * b * u.unsqueeze(2)
         return (r * s + written).to(s.dtype)
 

@@ -1,16 +1,78 @@
-"""Operations on tensors that know nothing of the model."""
+"""Operations on tensors that know nothing of the model, and parameters that know how they begin."""
 
 import math
 from collections.abc import Callable
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from looped.randomness import FACTOR_1, FACTOR_2, GOLDEN, hash_key
 
+EPS = 1e-5  # of every RMSNorm
+
+# -------------------------------------------------------------------------------------------------
+# Parameters
+
+
+def parameter(shape, init: Callable, muon: bool = False, lr: float = 1.0) -> nn.Parameter:
+    """A parameter that says how it begins and learns.
+
+    init(shape, generator) -> its initial value, which Model.init_weights sets; muon: whether Muon
+    trains it, if Muon is used; lr: a multiple of its optimiser's learning rate.
+    """
+    p = nn.Parameter(torch.empty(shape))
+    p.init, p.muon, p.lr = init, muon, lr
+    return p
+
+
+def zeros(shape, generator) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+def ones(shape, generator) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+def identity(shape, generator) -> torch.Tensor:
+    return torch.eye(shape[0])
+
+
+def standard_normal(shape, generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def uniform_by_width(shape, generator) -> torch.Tensor:
+    """U(±1 / sqrt(inputs)), as torch's Linear begins."""
+    uniform = torch.rand(shape, generator=generator) * 2 - 1
+    return uniform / math.sqrt(shape[1])
+
+
+def constant(value) -> Callable:
+    """The initial value is this number, or tensor."""
+    return lambda shape, generator: torch.as_tensor(value, dtype=torch.float32).expand(shape)
+
+
+def orthogonal(std: float) -> Callable:
+    """A (semi-)orthogonal matrix whose entries have this standard deviation."""
+
+    def draw(shape, generator) -> torch.Tensor:
+        rows, cols = shape
+        tall = torch.randn(max(shape), min(shape), generator=generator)
+        q, r = torch.linalg.qr(tall)
+        q = q * r.diagonal().sign()  # makes the draw uniform over orthogonal matrices
+        q = q if rows >= cols else q.T
+        return q * (std * math.sqrt(max(shape)))
+
+    return draw
+
+
+# -------------------------------------------------------------------------------------------------
+# Attention
+
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, split halves. x (B, T, H, K), cos and sin (T, 1, K/2) or (B, T, 1, K/2)."""
+    """Rotary embedding, split halves. x (B, T, H, D/H), cos and sin (T, 1, D/2H)."""
     x1, x2 = x.chunk(2, dim=-1)
     y1 = x1 * cos - x2 * sin
     y2 = x1 * sin + x2 * cos
@@ -18,12 +80,12 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def preceding(x: torch.Tensor) -> torch.Tensor:
-    """x (B, H, T, K) -> the same shape: for each token its predecessor's entry, 0 for the first."""
+    """x (B, H, T, D/H) -> the same shape: for each token its predecessor's entry, 0 for the first."""
     return F.pad(x, (0, 0, 1, 0))[:, :, :-1]
 
 
 def shift_values(k, v):
-    """Keys and values (B, H, T, K) -> the same keys; the second half of the values' channels is
+    """Keys and values (B, H, T, D/H) -> the same keys; the second half of the values' channels is
     the preceding token's. So a token that attends to itself reads two tokens.
     """
     own, _ = v.chunk(2, dim=-1)
@@ -32,11 +94,11 @@ def shift_values(k, v):
 
 
 def shift_keys(k, v):
-    """Keys and values (B, H, T, K) -> the same values; the half of the keys' channels that rotates
+    """Keys and values (B, H, T, D/H) -> the same values; the half of the keys' channels that rotates
     more slowly is the preceding token's. So one layer can find what followed an earlier
     occurrence of the query's token, which otherwise takes two layers.
     """
-    # `rope` pairs channel c with c + K/2, and turns the first pairs fastest
+    # `rope` pairs channel c with c + D/2H, and turns the first pairs fastest
     fast, _, fast_partner, _ = k.chunk(4, dim=-1)
     _, slow, _, slow_partner = preceding(k).chunk(4, dim=-1)
     return torch.cat([fast, slow, fast_partner, slow_partner], dim=-1), v
@@ -49,72 +111,25 @@ def attends_by_products(device: str, dtype: torch.dtype, tokens: int) -> bool:
     return device == "cpu" and dtype == torch.bfloat16 and tokens <= 512
 
 
-def attend(q, k, v, shift: Callable | None = None, mask: torch.Tensor | None = None):
-    """Causal attention on (B, H, T, K); shift: shift_values, shift_keys or None, applied first.
-
-    mask (T, S): for text that comes piece by piece, whether each of q's T tokens sees each of the S
-    of k and v so far. As two matrix products, scores are rounded to bfloat16, as every other
-    activation is.
+def attend(q, k, v, mask: torch.Tensor | None = None):
+    """Attention of q (B, H, T, ·) to k and v (B, H, S, ·). mask (T, S): whether each query sees each
+    key; None: T = S, and a token sees itself and those before it.
     """
-    if shift is not None:
-        k, v = shift(k, v)
+    tokens = q.size(2)
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    if not attends_by_products(q.device.type, q.dtype, q.size(2)):
+    if not attends_by_products(q.device.type, q.dtype, tokens):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    tokens = q.size(2)
-    later = torch.full((tokens, tokens), -math.inf, dtype=q.dtype)
-    mask = later.triu(1)
+    # scores are rounded to bfloat16, as every other activation is
+    later = torch.full((tokens, tokens), -math.inf, dtype=q.dtype).triu(1)
     scale = q.size(3) ** -0.5
-    keys = k.flatten(0, 1)
-    scores = torch.baddbmm(mask, q.flatten(0, 1), keys.mT, alpha=scale)  # (B H, T, T)
+    scores = torch.baddbmm(later, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)  # (B H, T, T)
     y = scores.softmax(-1) @ v.flatten(0, 1)
     return y.view(q.shape)
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of logits = h Wᵀ without ever holding all logits: gradients are made in
-    the forward pass.
-
-    Three matrix products a chunk, as the plain head has, where recomputing the logits in the
-    backward would need four. h (N, D), weight (V, D) float32, target (N,) -> float32 sum.
-    """
-
-    @staticmethod
-    def forward(ctx, h, weight, target, chunk):
-        w = weight.to(h.dtype)
-        loss = h.new_zeros((), dtype=torch.float32)
-        dh = torch.empty_like(h)
-        dw = torch.zeros_like(weight)
-        for i in range(0, h.size(0), chunk):
-            x = h[i : i + chunk]
-            y = target[i : i + chunk, None]
-            p = torch.softmax(x @ w.T, -1, dtype=torch.float32)  # (n, V)
-            right = p.gather(1, y).clamp_min(1e-38)  # so a token's loss is 87.5 at most
-            # not in place: torch 2.11 compiles that to a gradient of 0 (pytorch issue 180642)
-            loss = loss - right.log().sum()
-            p.scatter_add_(1, y, p.new_full(y.shape, -1.0))  # the logits' gradient
-            p = p.to(h.dtype)
-            dh[i : i + chunk] = p @ w
-            dw += p.T @ x
-        ctx.save_for_backward(dh, dw)
-        return loss
-
-    @staticmethod
-    def backward(ctx, g):
-        dh, dw = ctx.saved_tensors
-        dh = (dh.float() * g).to(dh.dtype)  # rounded once: g is 1 / tokens
-        return dh, dw * g, None, None
-
-
-def orthogonal(shape, std: float, generator: torch.Generator) -> torch.Tensor:
-    """A (semi-)orthogonal matrix scaled so that its entries have the given standard deviation."""
-    rows, cols = shape
-    tall = torch.randn(max(shape), min(shape), generator=generator)
-    q, r = torch.linalg.qr(tall)
-    q = q * r.diagonal().sign()  # makes the draw uniform over orthogonal matrices
-    q = q if rows >= cols else q.T
-    return q * (std * math.sqrt(max(shape)))
+# -------------------------------------------------------------------------------------------------
+# Norms, and random numbers by key
 
 
 def spectral_norm(x: torch.Tensor) -> float:
@@ -136,7 +151,7 @@ def hashed_normal(
     """Truncated normal of standard deviation `std` before the cut at ±cut·std, by inverse CDF.
 
     key (B,) int64 -> (B, tokens, width) float32; a value depends on (key, position, channel) only.
-    positions (B, tokens) int64: the tokens' positions, if they are not 0, 1, …
+    positions (tokens,) int64: the tokens' positions, if they are not 0, 1, …
     Made on the CPU for Apple's GPUs, which do not multiply 64-bit integers.
     """
     if key.device.type == "mps":
@@ -145,7 +160,7 @@ def hashed_normal(
         return hashed_normal(key.cpu(), tokens, width, std, cut, positions).to(key.device)
     index = torch.arange(tokens * width, device=key.device, dtype=torch.int64)
     if positions is not None:
-        index = (positions[..., None] * width + index[:width]).flatten(1)
+        index = (positions[:, None] * width + index[:width]).flatten()
     # key + index · GOLDEN modulo 2^64. As a signed number GOLDEN is -c; and ~index is -index - 1, so
     # that c + ~index · c is -index · c, which is index · GOLDEN. The plain product would not do:
     # Inductor makes it one of 32-bit integers, which Triton refuses.

@@ -4,11 +4,9 @@ of them.
 
 All parameters of a rule live in buffers, of which the parameters and their gradients are views:
 matrices of one shape are stacked (N, rows, cols), others are laid end to end (N,). Rank r owns the
-r-th part of every buffer: it receives that part of the reduced gradient, keeps the state of that
+r-th part of every buffer: it receives that part of the summed gradient, keeps the state of that
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
-Each buffer takes one collective each way and one batched update, with no copies. On CPUs, with
-under a million parameters in all, messages cost more than the update: every rank then keeps and
-updates everything, and one message sums all gradients, to the same bits on every rank.
+Each buffer takes one collective each way and one batched update, with no copies.
 
 Another optimiser is a class like AdamW below, whose state is of its buffer's shape (N,), and which
 must multiply all that it changes by `ok`; and in train.py a function of its parameter groups with a
@@ -20,14 +18,10 @@ Transformers".
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
-# torch before 2.13 has them under their old names
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 POLAR_EXPRESS = (  # arXiv 2505.16932, five steps
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -37,22 +31,31 @@ POLAR_EXPRESS = (  # arXiv 2505.16932, five steps
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# from this many numbers on, a table has its own buffer, and ranks share out the update
-LARGE = 1 << 20
+LARGE = 1 << 20  # from this many numbers on, a table has its own buffer
+
+
+@dataclass
+class Rates:
+    """What the schedule says of a step: multiples in [0, 1] of the peaks, and Muon's momentum."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    momentum: float = 0.95
+
 
 # -------------------------------------------------------------------------------------------------
-# Updates, in place. ok: 1, or 0 if a loss or gradient is not finite: then nothing changes. A
-# tensor, so that nothing waits for the device.
+# Updates, in place. ok: 1, or 0 if a loss or gradient is not finite: then nothing changes. Rates
+# and ok are tensors on the device, so that nothing waits for it and nothing is compiled anew.
 
 
-def polar_express(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def polar_express(g: torch.Tensor) -> torch.Tensor:
     """g (N, rows, cols) -> approximately U Vᵀ of each matrix's SVD, by five odd polynomials X (a +
     b XᵀX + c (XᵀX)²).
 
     The Frobenius norm, enlarged by 2 %, bounds the spectral norm, so all singular values start in
     (0, 1).
     """
-    x = g.to(dtype)
+    x = g.bfloat16() if g.is_cuda else g
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the Gram matrix of the shorter side is the cheaper one
@@ -62,7 +65,7 @@ def polar_express(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (x.mT if tall else x).to(g.dtype)
 
 
-def muon_update(p, g, state: dict, rates: torch.Tensor, ok, dtype: torch.dtype):
+def muon_update(p, g, state: dict, rates, ok):
     """One Muon step on a stack of matrices p, g (N, rows, cols).
 
     rates: learning rate, weight decay, momentum, 1 - momentum. state["first"] is the momentum;
@@ -75,7 +78,7 @@ def muon_update(p, g, state: dict, rates: torch.Tensor, ok, dtype: torch.dtype):
     lr, weight_decay, momentum, one_minus_momentum = rates
     first.lerp_(g, one_minus_momentum * ok)
     g = g.lerp(first, momentum)  # Nesterov
-    g = polar_express(g, dtype)
+    g = polar_express(g)
     dim = -1 if second.size(-1) == 1 else -2  # the shorter direction, as second was made
     mean_square = g.square().mean(dim=dim, keepdim=True)
     second.lerp_(mean_square, 0.05 * ok)  # beta2 0.95
@@ -107,39 +110,7 @@ def adamw_update(p, g, state: dict, lr, step, ok, constants: tuple):
 
 
 # -------------------------------------------------------------------------------------------------
-# Rules: how the parameters of a group are laid out, what state they have, and their update.
-
-
-@dataclass
-class Rates:
-    """What the schedule says of a step: multiples in [0, 1] of the peaks, and Muon's momentum."""
-
-    lr: float = 1.0
-    weight_decay: float = 1.0
-    momentum: float = 0.95
-
-
-@dataclass
-class Buffer:
-    """Parameters of one rule, side by side, and this rank's part of them."""
-
-    members: list  # (name, parameter)
-    spans: list[slice]  # of each member in data
-    data: torch.Tensor
-    grad: torch.Tensor
-    part: slice  # this rank's
-    g: torch.Tensor  # the reduced gradient of the part
-    sizes: torch.Tensor  # numbers of each member
-    state: dict = field(default_factory=dict)  # {name: tensor} for the part
-
-    @property
-    def p(self) -> torch.Tensor:
-        return self.data[self.part]
-
-    def held(self) -> int:
-        """How many members of a stack are this rank's."""
-        starts = [span.start for span in self.spans]
-        return sum(self.part.start <= start < self.part.stop for start in starts)
+# Rules: how parameters are laid out, what state they have, and their update.
 
 
 class Muon:
@@ -157,19 +128,16 @@ class Muon:
         factor = (count, rows, 1) if rows >= cols else (count, 1, cols)
         return {"first": torch.zeros_like(p), "second": p.new_zeros(factor)}
 
-    def step_rates(self, rates: Rates) -> list[float]:
+    def apply(self, buffer: "Buffer", rates: Rates, step, ok) -> None:
+        held = len(buffer.members[buffer.part])  # this rank's matrices; padding may follow
+        if held == 0:
+            return
         lr = rates.lr * self.lr
         weight_decay = rates.weight_decay * self.weight_decay
-        return [lr, weight_decay, rates.momentum, 1 - rates.momentum]
-
-    def apply(self, buffer: Buffer, g, rates: torch.Tensor, step, ok) -> None:
-        """Updates the matrices of this rank's part of the stack; the padding at its end is left out."""
-        dtype = torch.bfloat16 if g.is_cuda else torch.float32
-        held = slice(0, buffer.held())
-        if held.stop == 0:
-            return
-        state = {name: tensor[held] for name, tensor in buffer.state.items()}
-        self.update(buffer.p[held], g[held], state, rates, ok, dtype)
+        numbers = (lr, weight_decay, rates.momentum, 1 - rates.momentum)
+        on_device = [torch.full((), number, device=ok.device) for number in numbers]
+        state = {name: tensor[:held] for name, tensor in buffer.state.items()}
+        self.update(buffer.p[:held], buffer.g[:held], state, on_device, ok)
 
 
 class AdamW:
@@ -193,46 +161,77 @@ class AdamW:
     def new_state(self, p: torch.Tensor) -> dict:
         return {"first": torch.zeros_like(p), "second": torch.zeros_like(p)}
 
-    def step_rates(self, rates: Rates) -> list[float]:
-        return [rates.lr * self.lr]
-
-    def apply(self, buffer: Buffer, g, rates: torch.Tensor, step, ok) -> None:
-        lr = rates[0]
+    def apply(self, buffer: "Buffer", rates: Rates, step, ok) -> None:
+        lr = torch.full((), rates.lr * self.lr, device=ok.device)
         if self.update_clip:
-            lr = self.clipped_rate(buffer, g, lr, step)
+            lr = self.clipped_rate(buffer, lr, step)
         constants = (*self.betas, self.eps)
-        self.update(buffer.p, g, buffer.state, lr, step, ok, constants)
+        self.update(buffer.p, buffer.g, buffer.state, lr, step, ok, constants)
 
-    def clipped_rate(self, buffer: Buffer, g, lr, step):
+    def clipped_rate(self, buffer: "Buffer", lr, step):
         """The learning rate of each element of this rank's part, (N,), after update clipping."""
+        g2 = buffer.g.square()
         beta2 = self.betas[1]
-        second = buffer.state["second"].lerp(g.square(), 1 - beta2) / (1 - beta2**step)
-        ratio = g.square() / second.clamp_min(1e-30)
-        own = []
-        for span in buffer.spans:  # where this part cuts each tensor
-            start = min(max(span.start - buffer.part.start, 0), len(g))
-            stop = min(max(span.stop - buffer.part.start, 0), len(g))
-            own.append(slice(start, stop))
-        sums = torch.stack([ratio[cut].sum() for cut in own])
+        second = buffer.state["second"].lerp(g2, 1 - beta2) / (1 - beta2**step)
+        ratio = g2 / second.clamp_min(1e-30)
+        lengths = buffer.lengths_here()
+        *own, _ = ratio.split(lengths)
+        means = []
+        for (_, p), ratios in zip(buffer.members, own, strict=True):
+            means.append(ratios.sum() / p.numel())
+        means = torch.stack(means)
         if len(buffer.p) < len(buffer.data):  # the rest is other ranks'
-            dist.all_reduce(sums)
-        mean = sums / buffer.sizes
-        rate = torch.zeros_like(g)
-        for cut, root in zip(own, mean.sqrt().clamp(min=1), strict=True):
-            rate[cut] = lr / root
-        return rate
+            dist.all_reduce(means)
+        rates = [*(lr / means.sqrt().clamp(min=1)), lr]  # of each tensor, and of the padding
+        return torch.cat([rate.expand(n) for rate, n in zip(rates, lengths, strict=True)])
 
 
-def stack_slots(count: int, world: int, first: int) -> list[int]:
-    """Where `count` matrices stand in a stack of which each rank owns an equal part: given out one
-    by one, from rank `first` on.
+# -------------------------------------------------------------------------------------------------
+# Buffers, and the step over all of them
+
+
+class Buffer:
+    """Parameters of one rule side by side, cut into one part a rank. p, g and state are this rank's
+    part of the weights, gradients and moments; zeros fill up the last rank's.
     """
-    own = math.ceil(count / world)
-    slots = []
-    for i in range(count):
-        rank = (first + i) % world
-        slots.append(rank * own + i // world)
-    return slots
+
+    def __init__(self, rule, members: list, rank: int, world: int):
+        self.rule = rule
+        self.members = members  # (name, parameter)
+        self.spans = []  # of each member
+        end = 0
+        for _, p in members:
+            start = end
+            end += 1 if rule.stacked else p.numel()
+            self.spans.append(slice(start, end))
+        own = math.ceil(end / world)
+        self.part = slice(rank * own, (rank + 1) * own)
+        like = members[0][1]
+        unit = like.shape if rule.stacked else ()
+        self.data = torch.zeros(own * world, *unit, device=like.device)
+        self.grad = torch.zeros_like(self.data)
+        views = zip(members, self.views(self.data), self.views(self.grad), strict=True)
+        for (_, p), (_, data), (_, grad) in views:
+            data.copy_(p.data)
+            p.data = data
+            p.grad = grad.data  # not known as a view, which Dynamo would guard
+        self.p = self.data[self.part]
+        self.g = self.grad[self.part]
+        self.state = rule.new_state(self.p)  # {name: tensor}
+
+    def views(self, whole: torch.Tensor):
+        """(name, view) of each member in a tensor that is laid out like the buffer."""
+        for (name, p), span in zip(self.members, self.spans, strict=True):
+            view = whole[span]
+            yield name, view[0] if self.rule.stacked else view.view(p.shape)
+
+    def lengths_here(self) -> list[int]:
+        """How much of each member is in this rank's part, and then the padding."""
+        lengths = []
+        for span in self.spans:
+            common = range(max(span.start, self.part.start), min(span.stop, self.part.stop))
+            lengths.append(len(common))
+        return [*lengths, len(self.p) - sum(lengths)]
 
 
 def members_of_buffers(rule, members: list) -> list[list]:
@@ -260,62 +259,13 @@ class Optimizer:
 
     def __init__(self, groups: list, clip: float = 1.0, rank: int = 0, world: int = 1):
         self.clip = clip
-        numbers = 0
-        for _, members in groups:
-            for _, p in members:
-                numbers += p.numel()
-                device = p.device
+        self.rank = rank
         self.world = world
-        # not on GPUs: each rank times its own kernels, and they may round differently
-        small = numbers < LARGE and device.type == "cpu"
-        self.shards = 1 if small else world  # into which the update is cut
-        self.shard = rank % self.shards
-        self.buffers: list[tuple] = []  # (rule, Buffer)
-        # matrices so far: a stack goes on where the last ended, which evens out the ranks
-        stacked = 0
-        for rule, members in groups:
-            for part in members_of_buffers(rule, members):
-                if rule.stacked:
-                    buffer = self._stack(rule, part, stacked)
-                    stacked += len(part)
-                else:
-                    buffer = self._flat(rule, part)
-                self.buffers.append((rule, buffer))
-        self.steps = torch.zeros((), device=device)  # for Adam's bias correction
-
-    def _flat(self, rule, members: list) -> Buffer:
-        """Parameters end to end."""
-        spans = []
-        end = 0
-        for _, p in members:
-            spans.append(slice(end, end + p.numel()))
-            end += p.numel()
-        own = math.ceil(end / self.shards)
-        return self._buffer(rule, members, spans, (own * self.shards,))
-
-    def _stack(self, rule, members: list, first: int) -> Buffer:
-        """Matrices of one shape."""
-        own = math.ceil(len(members) / self.shards)
-        spans = []
-        for slot in stack_slots(len(members), self.shards, first):
-            spans.append(slice(slot, slot + 1))
-        shape = (own * self.shards, *members[0][1].shape)
-        return self._buffer(rule, members, spans, shape)
-
-    def _buffer(self, rule, members: list, spans: list[slice], shape: tuple) -> Buffer:
-        data = torch.zeros(shape, device=members[0][1].device)
-        grad = torch.zeros_like(data)
-        for (_, p), span in zip(members, spans, strict=True):
-            data[span].copy_(p.data.reshape(data[span].shape))
-            p.data = data[span].view(p.shape)
-            p.grad = grad[span].view(p.shape)
-        own = shape[0] // self.shards
-        part = slice(self.shard * own, (self.shard + 1) * own)
-        g = grad if self.shards == 1 else torch.zeros_like(data[part])
-        sizes = torch.tensor([p.numel() for _, p in members], device=data.device)
-        buffer = Buffer(members, spans, data, grad, part, g, sizes)
-        buffer.state = rule.new_state(buffer.p)
-        return buffer
+        self.buffers = []
+        for rule, group in groups:
+            for members in members_of_buffers(rule, group):
+                self.buffers.append(Buffer(rule, members, rank, world))
+        self.steps = torch.zeros((), device=self.buffers[0].data.device)  # Adam's bias correction
 
     @torch.no_grad()
     def step(self, rates: Rates, own: dict) -> dict:
@@ -325,14 +275,11 @@ class Optimizer:
         the ranks, on the device. If the norm or the loss is not finite, no rank changes anything.
         Nothing here waits for the device.
         """
-        sums = torch.stack(list(own.values()))
-        if self.shards > 1:
-            self._reduce_shards()
-        elif self.world > 1:
-            sums = self._sum_all(sums)
-        squares = torch.stack([buffer.g.square().sum() for _, buffer in self.buffers])
-        totals = torch.cat([squares.sum()[None], sums])
-        if self.shards > 1:
+        if self.world > 1:
+            self._reduce_gradients()
+        squares = torch.stack([buffer.g.square().sum() for buffer in self.buffers])
+        totals = torch.stack([squares.sum(), *own.values()])
+        if self.world > 1:
             dist.all_reduce(totals)
         out = dict(zip(["grad_norm2", *own], totals, strict=True))
         finite = torch.isfinite(out["grad_norm2"]) & torch.isfinite(out["loss"])
@@ -342,49 +289,26 @@ class Optimizer:
         norm = out["grad_norm2"].sqrt()
         scale = torch.where(finite, (self.clip / (norm + 1e-6)).clamp(max=1.0), 0.0)
         gathers = []
-        for (rule, buffer), given in zip(self.buffers, self._device_rates(rates), strict=True):
-            g = buffer.g.mul_(scale).nan_to_num_(0.0, 0.0, 0.0)
-            rule.apply(buffer, g, given, step, ok)
-            if self.shards > 1:  # gathered while the next buffer is updated
-                gathers.append(all_gather(buffer.data, buffer.p, async_op=True))
+        for buffer in self.buffers:
+            buffer.g.mul_(scale).nan_to_num_(0.0, 0.0, 0.0)
+            buffer.rule.apply(buffer, rates, step, ok)
+            if self.world > 1:  # gathered while the next buffer is updated
+                gathers.append(dist.all_gather_single(buffer.data, buffer.p, async_op=True))
         for work in gathers:
             work.wait()
         self.zero_grad()
         return out
 
-    def _reduce_shards(self) -> None:
-        """Sums each buffer's gradients over the ranks into the g of the rank that owns the part."""
-        sent = [reduce_scatter(buffer.g, buffer.grad, async_op=True) for _, buffer in self.buffers]
+    def _reduce_gradients(self) -> None:
+        """Sums each buffer's gradients over the ranks, each part in place on the rank that owns it."""
+        sent = []
+        for buffer in self.buffers:
+            sent.append(dist.reduce_scatter_single(buffer.g, buffer.grad, async_op=True))
         for work in sent:
             work.wait()
 
-    def _sum_all(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums all gradients over the ranks, and `sums`, which it returns, in one message."""
-        grads = [buffer.grad.flatten() for _, buffer in self.buffers]
-        message = torch.cat([*grads, sums])
-        dist.all_reduce(message)
-        *totals, sums = message.split([len(part) for part in (*grads, sums)])
-        for grad, total in zip(grads, totals, strict=True):
-            grad.copy_(total)
-        return sums
-
-    def rehearse(self) -> None:
-        """One step that changes nothing, as after a loss that is not finite: compiles the updates,
-        takes their memory.
-        """
-        self.step(Rates(), {"loss": torch.full((), torch.nan, device=self.steps.device)})
-
-    def _device_rates(self, rates: Rates) -> list[torch.Tensor]:
-        """Each buffer's rates as a tensor on the device, by one copy that it need not wait for."""
-        values = [rule.step_rates(rates) for rule, _ in self.buffers]
-        flat = torch.tensor(sum(values, []))
-        device = self.steps.device
-        if device.type == "cuda":
-            flat = flat.pin_memory().to(device, non_blocking=True)
-        return flat.to(device).split([len(v) for v in values])
-
     def zero_grad(self) -> None:
-        for _, buffer in self.buffers:
+        for buffer in self.buffers:
             buffer.grad.zero_()
 
     # -- state, by parameter name, so that no file belongs to a rank ------------------------------
@@ -394,12 +318,15 @@ class Optimizer:
         it.
         """
         state = {"steps": self.steps.cpu().clone()}
-        for _, buffer in self.buffers:
+        for buffer in self.buffers:
             for key, part in buffer.state.items():
-                whole = self._whole(part)
-                if self.shard == 0:
+                whole = part
+                if self.world > 1:
+                    whole = part.new_empty(part.size(0) * self.world, *part.shape[1:])
+                    dist.all_gather_single(whole, part)
+                if self.rank == 0:
                     named = state.setdefault(key, {})
-                    for name, view in self._views(buffer, whole):
+                    for name, view in buffer.views(whole):
                         named[name] = view.to("cpu", copy=True)
         return state
 
@@ -409,26 +336,9 @@ class Optimizer:
         that wrote it.
         """
         self.steps.copy_(state["steps"])
-        for _, buffer in self.buffers:
+        for buffer in self.buffers:
             for key, part in buffer.state.items():
-                whole = torch.zeros(part.size(0) * self.shards, *part.shape[1:])
-                for name, view in self._views(buffer, whole):
+                whole = torch.zeros(part.size(0) * self.world, *part.shape[1:])
+                for name, view in buffer.views(whole):
                     view.copy_(state[key][name])
                 part.copy_(whole[buffer.part])
-
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        """A state tensor of all ranks; every rank must call it."""
-        if self.shards == 1:
-            return part
-        shape = (part.size(0) * self.shards, *part.shape[1:])
-        whole = torch.empty(shape, device=part.device)
-        all_gather(whole, part)
-        return whole
-
-    def _views(self, buffer: Buffer, whole: torch.Tensor):
-        """(name, view) of each member's state."""
-        for (name, p), span in zip(buffer.members, buffer.spans, strict=True):
-            if whole.dim() == 1:
-                yield name, whole[span].view(p.shape)
-            else:
-                yield name, whole[span][0]

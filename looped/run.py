@@ -15,7 +15,7 @@ from looped.machine import Place, peak_flops, peak_memory
 
 # Settings that do not decide the weights, and may change when a run is continued.
 MAY_CHANGE = {
-    "out", "resume", "stop_at", "save_every", "keep_every", "wandb", "data", "bundle", "dtype",
+    "out", "resume", "stop_at", "save_every", "keep_every", "wandb", "data", "bundle",
     "eval_every", "eval_tokens", "eval_depths", "core_every",
     "device", "device_batch_size", "compile", "checkpoint_loops",
 }  # fmt: skip
@@ -27,7 +27,7 @@ COLUMNS = {
     "grad_norm": "grad {:7.3f}",
     "decay_max": "decay {:.4f}",
     "depth_mean": "depth {:5.2f}",
-    "tok_s": "{:9,.0f} tok/s",
+    "tok_s": "{:9,.0f} tokens/s",
     "mem_gb": "{:5.1f} GiB",
     "mfu": "mfu {:.3f}",
     "minutes_left": "left {:6.1f} min",

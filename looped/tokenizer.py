@@ -1,16 +1,18 @@
 """The tokenizer file, and text to ids and back.
 
 The file: {"version", "pattern", "ranks": [base64 of token 0, 1, …], "specials": {name: id},
-"checksum"}.
+"checksum"}; the checksum is the sha256 of the rest.
 """
 
 import base64
+import hashlib
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 
-from looped.console import fail, outside
-from looped.files import read_checked, write_checked
+from looped.common import fail, write_json
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 BOS = SPECIALS[0]
@@ -40,30 +42,37 @@ def special_ids(ranks):
     return {name: len(ranks) + i for i, name in enumerate(SPECIALS)}
 
 
+def file_content(ranks, pattern=PATTERN):
+    """What a tokenizer file holds, its checksum apart. ranks: the bytes of each ordinary token."""
+    encoded = [base64.b64encode(token).decode() for token in ranks]
+    return {"version": 1, "pattern": pattern, "ranks": encoded, "specials": special_ids(ranks)}
+
+
+def save_tokenizer(path, ranks):
+    content = file_content(ranks)
+    text = json.dumps(content, sort_keys=True)
+    write_json(path, content | {"checksum": hashlib.sha256(text.encode()).hexdigest()})
+
+
 def encoding(data):
-    """What a tokenizer file holds -> tiktoken.Encoding; ValueError or the like if it is none."""
+    """What a tokenizer file holds -> tiktoken.Encoding."""
     import tiktoken
 
     ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}
-    doubled = len(ranks) < len(data["ranks"])
-    missing = any(bytes([i]) not in ranks for i in range(256))
-    specials = special_ids(data["ranks"])
-    if doubled or missing or data["specials"] != specials:
-        raise ValueError("tokens are missing, doubled or misplaced")
-    if not data["pattern"]:  # at which tiktoken would abort
-        raise ValueError("the pattern is empty")
+    # tiktoken would abort at the first text
+    if len(ranks) < len(data["ranks"]) or any(bytes([i]) not in ranks for i in range(256)):
+        raise ValueError("tokens are missing or doubled")
     return tiktoken.Encoding(
-        "bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=specials
+        "bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=data["specials"]
     )
 
 
 def load_tokenizer(path):
-    """The tokenizer file as a tiktoken.Encoding; a damaged file ends the program with one line."""
-    data = read_checked(path)
-    if data is None:
+    """The tokenizer file as a tiktoken.Encoding."""
+    path = Path(path)
+    if not path.exists():
         fail(f"no tokenizer at {path}; python tokenizer_train.py makes one")
-    with outside(f"{path} is not a tokenizer of this program", "make it again"):
-        return encoding(data)
+    return encoding(json.loads(path.read_text()))
 
 
 def token_bytes(enc):
@@ -77,26 +86,13 @@ def token_bytes(enc):
     return np.array(sizes + [0] * len(SPECIALS), np.int32)
 
 
-def cleaned(text: str) -> str:
-    """The text with U+FFFD for each lone surrogate, which UTF-8 cannot hold."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def encode(enc, text):
-    """Ids of a text of any length, special names taken as plain text; cleaned."""
+    """Ids of a text of any length, special names taken as plain text.
+
+    Lone surrogates, which UTF-8 cannot hold, become U+FFFD.
+    """
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     ids = []
-    for piece in PIECE_PATTERN.findall(cleaned(text)):
+    for piece in PIECE_PATTERN.findall(text):
         ids += enc.encode_ordinary(piece)
     return ids
-
-
-def file_content(ranks, pattern=PATTERN):
-    """What a tokenizer file holds, its checksum apart. ranks: the bytes of each ordinary token, by
-    id.
-    """
-    encoded = [base64.b64encode(token).decode() for token in ranks]
-    return {"version": 1, "pattern": pattern, "ranks": encoded, "specials": special_ids(ranks)}
-
-
-def save_tokenizer(path, ranks):
-    write_checked(path, file_content(ranks))

@@ -5,20 +5,20 @@ dclm    llm-foundry's: rows in file order and by category, texts stripped and to
 lambada Parcae's harness for LAMBADA: the last word after its passage, without BOS
 """
 
-import functools
 import math
 import random
-import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from os.path import commonprefix
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from looped.core_tasks import Panel, Task
 from looped.machine import ONE_PROCESS, Place
-from looped.tokenizer import BOS, PATTERN
-from looped.tokenizer import encode as encode_text
+from looped.tokenizer import BOS, encode
 
 # -- which rows, after which shots -----------------------------------------------------------------
 
@@ -34,9 +34,7 @@ class Question:
 
 
 def option_texts(row: dict, kind: str, protocol: str) -> list[tuple[str, str]]:
-    """(context, answer) of each option, stripped as the protocol does: dclm strips all but what
-    comes in lists.
-    """
+    """(context, answer) of each option. dclm strips all texts but those in lists."""
     if kind == "mc":
         query = row["query"].strip() if protocol == "dclm" else row["query"]
         return [(query, choice) for choice in row["choices"]]
@@ -70,26 +68,24 @@ def dclm_shots(seed, n, shots):
         yield list(chosen)
 
 
-def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
+def questions(task: Task, panel: Panel, seed: int) -> list[Question]:
     """The examples of a task, in the order of scoring.
 
-    parcae cuts to `limit` before it draws shots. dclm has no limit of its own: there rows are cut
+    parcae cuts to the limit before it draws shots. dclm has no limit of its own: there rows are cut
     after the shots are drawn, an equal share of each category.
     """
-    if protocol == "parcae":
-        rows = list(rows)
+    dclm = panel.protocol == "dclm"
+    rows = list(panel.rows[task.label])
+    if panel.protocol == "parcae":
         random.Random(1337).shuffle(rows)
-        rows = rows[:limit]
+        rows = rows[: panel.limit]
     pools = defaultdict(list)  # what shots are drawn from, by category
     for row in rows:
-        category = ""
-        if protocol == "dclm" and task.by_category:
-            category = row["category"].strip()
-        texts = option_texts(row, task.kind, protocol)
-        gold = 0 if task.kind == "lm" else row["gold"]
-        pools[category].append((texts, gold))
-    share = math.ceil(limit / len(pools)) if limit else None
-    draw = dclm_shots if protocol == "dclm" else parcae_shots
+        category = row["category"].strip() if dclm and task.by_category else ""
+        gold = row.get("gold", 0)  # of lm the only option
+        pools[category].append((option_texts(row, task.kind, panel.protocol), gold))
+    share = math.ceil(panel.limit / len(pools)) if panel.limit else None
+    draw = dclm_shots if dclm else parcae_shots
     found = []
     for group, (_, pool) in enumerate(sorted(pools.items())):
         solved = [task.delimiter.join(texts[gold]) for texts, gold in pool]
@@ -102,46 +98,13 @@ def questions(task: Task, rows, protocol, limit, seed) -> list[Question]:
 
 # -- the tokens of an option -----------------------------------------------------------------------
 
-
-def line_encoder(enc) -> Callable[[str], np.ndarray]:
-    """text -> (n,) int32, tokenising each distinct line once: shots return in many prompts.
-
-    With our pattern, a token that continues past a line end continues with white space only. So a
-    text may be cut after each line end not followed by white space: the pieces' tokens are those
-    of the whole. With another pattern, texts are encoded whole.
-    """
-    by_line = enc._pat_str == PATTERN
-
-    @functools.cache
-    def tokens(line):
-        return np.array(encode_text(enc, line), np.int32)
-
-    def encode(text):
-        if not by_line:
-            return tokens(text)
-        *lines, last = re.split(r"\n(?=\S)", text)
-        return np.concatenate([*(tokens(line + "\n") for line in lines), tokens(last)])
-
-    return encode
-
-
-def begins(whole, start) -> bool:
-    """Whether a token array begins with another."""
-    return np.array_equal(whole[: len(start)], start)
-
-
-def common_prefix(rows) -> int:
-    """Length of the common beginning of token arrays."""
-    n = min(map(len, rows))
-    same = np.all([row[:n] == rows[0][:n] for row in rows], axis=0)
-    return int(np.append(same, False).argmin())
-
+Encode = Callable[[str], list[int]]
 
 # What each protocol makes of a question: the tokens of each option, with all that comes before it,
 # and how many of them, at their end, are scored. BOS is still to be put before them.
 
 
-def parcae_options(task, question: Question, encode) -> list[tuple[np.ndarray, int]]:
+def parcae_options(task: Task, question: Question, encode: Encode) -> list[tuple[list, int]]:
     """Scored is, for mc, what follows the common beginning of all choices; for schema, their common
     end; for lm, the continuation. No options if the tokens of an lm prompt do not begin with those
     of the prompt without its continuation.
@@ -150,16 +113,18 @@ def parcae_options(task, question: Question, encode) -> list[tuple[np.ndarray, i
     stems = [before + context + task.delimiter for context, _ in question.texts]
     prompts = [encode(stem + answer) for stem, (_, answer) in zip(stems, question.texts)]
     if task.kind == "mc":
-        shared = common_prefix(prompts)
+        shared = len(commonprefix(prompts))
         return [(prompt, len(prompt) - shared) for prompt in prompts]
     if task.kind == "schema":
-        shared = common_prefix([prompt[::-1] for prompt in prompts])
+        shared = len(commonprefix([prompt[::-1] for prompt in prompts]))
         return [(prompt, shared) for prompt in prompts]
+    (prompt,) = prompts
     start = encode(stems[0].strip())  # a blank at the stem's end belongs to the continuation
-    return [(prompt, len(prompt) - len(start)) for prompt in prompts if begins(prompt, start)]
+    begins = prompt[: len(start)] == start
+    return [(prompt, len(prompt) - len(start))] if begins else []
 
 
-def dclm_options(task, question: Question, encode) -> list[tuple[np.ndarray, int]]:
+def dclm_options(task: Task, question: Question, encode: Encode) -> list[tuple[list, int]]:
     """Shots, contexts and answers are tokenised apart; the whole answer is scored."""
     shots = encode("\n".join(question.shots))
     gap = "\n" if question.shots else ""
@@ -173,14 +138,14 @@ def dclm_options(task, question: Question, encode) -> list[tuple[np.ndarray, int
         if not answer.startswith(" "):
             answer = blank + answer
         scored = encode(answer)
-        whole = np.concatenate([shots, encode(context), scored])
-        options.append((whole, len(scored)))
+        options.append((shots + encode(context) + scored, len(scored)))
     return options
 
 
-def lambada_options(task, question: Question, encode) -> list[tuple[np.ndarray, int]]:
+def lambada_options(task: Task, question: Question, encode: Encode) -> list[tuple[list, int]]:
     ((context, word),) = question.texts
-    if not begins(encode(f"{context} {word}"), encode(context)):
+    start = encode(context)
+    if encode(f"{context} {word}")[: len(start)] != start:
         context = context.rstrip()
     whole = encode(f"{context} {word}")
     return [(whole, len(whole) - len(encode(context)))]
@@ -189,27 +154,22 @@ def lambada_options(task, question: Question, encode) -> list[tuple[np.ndarray, 
 OPTIONS = {"parcae": parcae_options, "dclm": dclm_options, "lambada": lambada_options}
 
 
-def crop(tokens, scored: int, context: int, task: Task, protocol: str):
-    """-> (the last `context` tokens, how many of them, at their end, are scored, what is odd).
+def crop(tokens: list, scored: int, context: int, task: Task, protocol: str):
+    """-> (the last `context` tokens, how many of them, at their end, are scored).
 
-    If no token is left before the scored ones ("cut"), Parcae slices as Python does, with a negative
+    If no token is left before the scored ones, Parcae slices as Python does, with a negative
     beginning: of five scored tokens of which three fit, two are cut off, and [-2:] scores two. Two
     public evaluators fail on such an example: dclm's, and Parcae's on an lm task where none is cut
     off. There we score what is left but its first token.
     """
-    odd = set()
-    if len(tokens) > context:
-        odd.add("cropped")
-        tokens = tokens[-context:]
+    tokens = tokens[-context:]
     cut_off = scored - len(tokens)
-    if cut_off >= 0:
-        odd.add("cut")
-        scored = len(tokens) - 1
-        if protocol == "parcae" and (task.kind != "lm" or cut_off):
-            scored = min(scored, cut_off)
-    if not scored:
-        odd.add("empty")
-    return tokens, scored, odd
+    if cut_off < 0:
+        return tokens, scored
+    scored = len(tokens) - 1
+    if protocol == "parcae" and (task.kind != "lm" or cut_off):
+        scored = min(scored, cut_off)
+    return tokens, scored
 
 
 # -- a task as rows of tokens ----------------------------------------------------------------------
@@ -220,16 +180,17 @@ class Option:
     """A choice, context or continuation as the model reads it."""
 
     example: int
-    fed: np.ndarray  # (n,) int32
-    targets: np.ndarray  # the scored tokens: those that follow the last ones of `fed`
+    fed: Tensor  # (n,) int32
+    targets: Tensor  # the scored tokens: those that follow the last ones of `fed`
 
 
 @dataclass
 class Example:
     number: int
     gold: int
-    options: list[Option]  # equal ones are one object; none: the example counts as wrong
-    odd: set[str]  # names of what is odd
+    options: list[Option] = field(default_factory=list)  # equal ones are one object
+    cropped: bool = False
+    empty: bool = False  # an option has no scored token
 
 
 @dataclass
@@ -238,7 +199,7 @@ class EncodedTask:
 
     task: Task
     protocol: str
-    groups: np.ndarray  # (n,) of all examples
+    groups: list[int]  # of all examples
     examples: list[Example]  # of this rank
     rows: list[list[Option]]  # a row is what its first option is fed; the others' begins it
 
@@ -249,11 +210,10 @@ def share_rows(options) -> list[list[Option]]:
     """
     rows = []
     for option in sorted(options, key=lambda option: -len(option.fed)):
-        if not len(option.targets):
-            continue
-        home = next((row for row in rows if begins(row[0].fed, option.fed)), None)
+        n = len(option.fed)
+        home = [row for row in rows if torch.equal(row[0].fed[:n], option.fed)]
         if home:
-            home.append(option)
+            home[0].append(option)
         else:
             rows.append([option])
     return rows
@@ -266,23 +226,22 @@ def encode_task(
     reads.
     """
     protocol = panel.protocol
-    asked = questions(task, panel.rows[task.label], protocol, panel.limit, seed)
-    groups = np.array([question.group for question in asked])
+    asked = questions(task, panel, seed)
+    groups = [question.group for question in asked]
     work = EncodedTask(task, protocol, groups, [], [])
-    encode = line_encoder(enc)
-    start = [] if protocol == "lambada" else [enc.encode_single_token(BOS)]
+    bos = [] if protocol == "lambada" else [enc.encode_single_token(BOS)]
     for number in range(place.rank, len(asked), place.world):
-        options = OPTIONS[protocol](task, asked[number], encode)
-        odd = set() if options else {"not_prefix"}
-        example = Example(number, asked[number].gold, [], odd)
+        example = Example(number, asked[number].gold)
         distinct = {}
-        for tokens, scored in options:
-            whole = np.concatenate([start, tokens], dtype=np.int32, casting="unsafe")
-            tokens, scored, odd = crop(whole, scored, context, task, protocol)
-            option = Option(number, tokens[:-1], tokens[len(tokens) - scored :])
-            key = scored, tokens.tobytes()
-            example.options.append(distinct.setdefault(key, option))
-            example.odd |= odd
+        for tokens, scored in OPTIONS[protocol](task, asked[number], partial(encode, enc)):
+            whole = bos + tokens
+            tokens, scored = crop(whole, scored, context, task, protocol)
+            example.cropped |= len(tokens) < len(whole)
+            example.empty |= not scored
+            ids = torch.tensor(tokens, dtype=torch.int32)
+            option = Option(number, ids[:-1], ids[len(ids) - scored :])
+            option = distinct.setdefault((scored, *tokens), option)
+            example.options.append(option)
         work.examples.append(example)
         work.rows += share_rows(distinct.values())
     return work

@@ -16,9 +16,7 @@ from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from looped.console import fail, outside
-from looped.corpus import fetch_file
-from looped.files import file_hash
+from looped.common import fail, write_atomic
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 BUNDLE = Path("data/eval_bundle.zip")
@@ -145,12 +143,11 @@ OWN_TASK_PATTERN = (
 def own_task(text: str) -> Task:
     """An argparse type: OWN_TASK -> a task in no average.
 
-    Its label ends in a hash of the file and of these settings: a result belongs to just them.
+    Its label ends in a hash of the file and of its settings, so that another file is another task.
     """
     given = re.fullmatch(OWN_TASK_PATTERN, text)
     if not given:
-        form = f"{OWN_TASK}, in this order; KIND: mc, schema or lm; PERCENT below 100"
-        raise ArgumentTypeError(f"{text} is not {form}")
+        raise ArgumentTypeError(f"{text} is not {OWN_TASK}, in this order; KIND: mc, schema or lm")
     path = Path(given["file"]).resolve()  # never the name of a file in the bundle
     content = path.read_bytes() + given["settings"].encode()
     digest = hashlib.sha256(content).hexdigest()
@@ -163,8 +160,8 @@ def own_task(text: str) -> Task:
 # -- rows -----------------------------------------------------------------------------------------
 
 FIELDS = {
-    "mc": {"query": str, "gold": int, "choices": list},
-    "schema": {"continuation": str, "gold": int, "context_options": list},
+    "mc": {"query": str, "choices": list, "gold": int},
+    "schema": {"context_options": list, "continuation": str, "gold": int},
     "lm": {"context": str, "continuation": str},
 }
 
@@ -173,29 +170,26 @@ def check_row(row: dict, fields: dict[str, type]) -> None:
     """Raises an error if the row lacks one of these fields, or holds something else there."""
     for name, kind in fields.items():
         value = row[name]
-        if type(value) is not kind:
-            raise ValueError(f"{name} must be {kind.__name__}, and is {value!r:.40}")
-        if kind is list:
-            if not all(isinstance(text, str) for text in value):
-                raise ValueError(f"{name} must be texts, and are {value!r:.40}")
-            if not 0 <= row["gold"] < len(value):
-                raise ValueError(f"gold {row['gold']} is no place in the {len(value)} {name}")
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is {value!r:.40}")
+        if kind is list and not 0 <= row["gold"] < len(value):
+            raise ValueError(f"gold {row['gold']} is no place in the {len(value)} {name}")
 
 
-def parse_rows(blob: bytes, task: Task, with_category: bool = False) -> list[dict]:
-    """The rows of a file, a line each; a bad one ends the program.
-
-    Lines end at \\n only: U+0085 occurs inside strings.
-    """
-    fields = FIELDS[task.kind] | ({"category": str} if with_category else {})
+def parse_rows(blob: bytes, task: Task) -> list[dict]:
+    """The rows of a file, one a line. Lines end at \\n only: U+0085 occurs inside strings."""
+    fields = FIELDS[task.kind]
+    form = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
     rows = []
     for i, line in enumerate(blob.split(b"\n"), 1):
-        if line.strip():
-            what = f"{task.file}, line {i}, is no row of kind {task.kind}"
-            with outside(what, "mend that line or get the file again"):
-                row = json.loads(line)
-                check_row(row, fields)
-            rows.append(row)
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            check_row(row, fields)
+        except (ValueError, KeyError, TypeError) as e:
+            fail(f"{task.file}, line {i} ({e!r}); a row of kind {task.kind} has {form}")
+        rows.append(row)
     return rows
 
 
@@ -209,38 +203,37 @@ def bundle_at(path, rank=0):
     if path:
         return path
     if rank == 0 and not BUNDLE.is_file():
-        BUNDLE.parent.mkdir(parents=True, exist_ok=True)
-        print(f"fetching {URL} to {BUNDLE}; without a network: --bundle PATH", flush=True)
-        reason = fetch_file(URL, BUNDLE, zipfile.is_zipfile)
-        if reason:
-            advice = "try again, it continues, or give the zip or its folder with --bundle PATH"
-            fail(f"cannot fetch {URL} ({reason}); {advice}")
-    while not BUNDLE.is_file():  # polling, since a collective would give up after minutes
+        fetch_bundle()
+    while not BUNDLE.is_file():
         time.sleep(1)
     return BUNDLE
 
 
-def open_bundle(path) -> tuple[dict[str, bytes], str]:
-    """The zip, or the folder it holds -> ({folder/file: content}, SHA-256)."""
+def fetch_bundle() -> None:
+    import requests
+
+    print(f"fetching {URL} to {BUNDLE}", flush=True)
+    try:
+        answer = requests.get(URL, timeout=60)
+        answer.raise_for_status()
+    except requests.RequestException as e:
+        fail(f"cannot fetch CORE's tasks ({e}); give the zip, or its folder, with --bundle PATH")
+    BUNDLE.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(BUNDLE, answer.content)
+
+
+def read_bundle(path) -> dict[str, bytes]:
+    """The zip, or the folder it holds -> {folder/file: content}."""
     path = Path(path)
+    if not path.exists():
+        fail(f"no CORE tasks at {path}; give the zip, or its folder, with --bundle PATH")
     if path.is_dir():
-        names = sorted(path.rglob("*.jsonl"))
-        contents = {name: name.read_bytes() for name in names}
-        sha256 = file_hash(*names)
+        contents = {file: file.read_bytes() for file in path.rglob("*.jsonl")}
     else:
-        advice = "give another one, or its folder, with --bundle PATH"
-        with outside(f"{path} is not a usable zip file", advice, Exception):
-            with zipfile.ZipFile(path) as z:
-                names = [name for name in z.namelist() if name.endswith(".jsonl")]
-                contents = {Path(name): z.read(name) for name in names}
-            sha256 = file_hash(path)
-    files = {}
-    for name, content in contents.items():
-        short = "/".join(name.parts[-2:])
-        if short in files:
-            fail(f"{path} holds two files {short}, one of them {name}; remove one")
-        files[short] = content
-    return files, sha256
+        with zipfile.ZipFile(path) as z:
+            names = [name for name in z.namelist() if name.endswith(".jsonl")]
+            contents = {Path(name): z.read(name) for name in names}
+    return {"/".join(file.parts[-2:]): contents[file] for file in sorted(contents)}
 
 
 # -- the panel -------------------------------------------------------------------------------------
@@ -255,35 +248,36 @@ class Panel:
     limit: int | None  # examples a task
     tasks: list[Task]
     averaged: list[Task]  # those whose mean is the panel's score
-    rows: dict[str, list[dict]] = field(default_factory=dict)  # by label
-    missing: dict[str, str] = field(default_factory=dict)  # label -> why it cannot be run
-    sha256: str | None = None  # of the bundle
+    rows: dict[str, list[dict]] = field(default_factory=dict)  # by label, of those that can be run
+    left_out: list[str] = field(default_factory=list)  # a line for each reason
+    sha256: str | None = None  # of the bundle's tasks
 
 
 def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Panel:
-    """The panel with its rows, from a bundle, if it needs one; own: further tasks, with files of
+    """The panel with its rows, from a bundle if it needs one; own: further tasks, with files of
     their own.
     """
     panel = Panel(name, protocol, limit, [*PANELS[name], *own], PANELS[name] or own)
     files = {}
-    if name != "own":
-        files, panel.sha256 = open_bundle(path)
+    if PANELS[name]:
+        files = read_bundle(path)
+        panel.sha256 = hashlib.sha256(b"".join(files.values())).hexdigest()
     files |= {task.file: Path(task.file).read_bytes() for task in own}
+    short = 0
     for task in panel.tasks:
         if task.file not in files:
-            panel.missing[task.label] = f"{task.file} is not there"
+            panel.left_out.append(f"left out: {task.label}, as {task.file} is not there")
             continue
-        rows = parse_rows(files[task.file], task, task.by_category and protocol == "dclm")
-        n = len(rows[:limit])
-        # dclm takes fewer shots rather than fail
-        if n > (task.shots if protocol == "parcae" else 0):
+        rows = parse_rows(files[task.file], task)
+        # dclm takes fewer shots where there are few examples
+        if len(rows[:limit]) > (task.shots if protocol == "parcae" else 0):
             panel.rows[task.label] = rows
         else:
-            why = f"{task.shots} shots need more than the {n} examples of {task.file}"
-            panel.missing[task.label] = why
-    if not panel.rows.keys() & {task.label for task in panel.averaged}:
-        why = next(iter(panel.missing.values()))
-        place = path or "--task"
-        advice = "give another --bundle" if path else "give more examples, or fewer shots"
-        fail(f"{place} has no task of {TITLES[name]} that can be run ({why}); {advice}")
+            short += 1
+    if short:
+        enough = 1 + max(task.shots for task in panel.tasks)
+        why = f"fewer examples than their shots and one; give {enough} (--max-per-task {enough})"
+        panel.left_out.append(f"left out: {short} tasks with {why}")
+    if not any(task.label in panel.rows for task in panel.averaged):
+        fail(f"no task of {TITLES[name]} can be run; {'; '.join(panel.left_out)}")
     return panel

@@ -17,18 +17,15 @@ import torch
 from torch.profiler import profile
 
 import train
-from looped.console import run_cli
 from looped.machine import (
     Place,
-    choose_compile,
-    distributed,
-    leave,
+    best_dtype,
+    connect,
+    disconnect,
     machine_name,
     peak_flops,
     peak_memory,
 )
-from looped.memory import check_memory, fit_memory
-from looped.settings import settle
 from muon import Rates
 
 STEPS = 20
@@ -46,29 +43,32 @@ class RandomRows:
         return np.arange(start, start + count)
 
     def get(self, split, ids):
-        return np.random.default_rng(ids[0]).integers(0, self.vocab_size, (len(ids), self.row))
+        shape = len(ids), self.row
+        return np.random.default_rng(ids[0]).integers(0, self.vocab_size, shape)
 
 
 def timed_step(model, optimizer, args, step: int, place: Place) -> float:
     """Seconds of a training step, without making its batch."""
-    batch, _ = train.next_batch(RandomRows(model.cfg), model.cfg, args, step, place)
+    batch = train.next_batch(RandomRows(model.cfg), model.cfg, args, step, place)
+    step_tokens = args.batch_size * model.cfg.seq_len
     start = time.perf_counter()
-    sums = train.training_step(model, optimizer, batch, args.device_batch_size, Rates())
-    sums["loss"].item()  # waits for the device
+    means = train.accumulate(model, batch, args.device_batch_size, step_tokens)
+    optimizer.step(Rates(), means)["loss"].item()  # waits for the device
     return time.perf_counter() - start
 
 
 def main(argv=None):
     args = train.parse_args(argv, "python -m tools.bench", __doc__)
-    args.resume = args.init_from = None
     cfg = train.model_config(args)
-    place = distributed(args.device)
-    steps = settle(args, cfg, train.recipe_of(args.preset), place.world)
-    train.settle_dtype(args, None, place)
-    compiled = choose_compile(args.compile, steps, place)
-    check_memory(cfg, args.optimizer, place)
-    model, optimizer, _ = train.build(args, cfg, None, None, place, compiled)
-    fit_memory(model, optimizer, args, place)
+    steps = train.settle(args, cfg)
+    place = connect(args.device)
+    train.settle_device_batch(args, place.world)
+    if args.dtype == "auto":
+        args.dtype = best_dtype(place.device)
+    compiled = train.will_compile(args, steps, place)
+    model = train.make_model(cfg, args).to(place.device)
+    optimizer = train.make_optimizer(model, args, place, compiled and place.is_gpu)
+    train.warm_up(model, optimizer, args, place, compiled)
 
     timed_step(model, optimizer, args, 0, place)  # the first takes longer
     seconds = [timed_step(model, optimizer, args, step, place) for step in range(STEPS)]
@@ -78,19 +78,18 @@ def main(argv=None):
     with profile() as found:
         timed_step(model, optimizer, args, 0, place)
 
-    place.say(
-        f"{args.preset}: {args.batch_size} rows of {cfg.seq_len} tokens a step, "
-        f"{args.device_batch_size} at once, {args.dtype}, {'' if compiled else 'not '}compiled"
-    )
+    place.say(f"{args.preset}: {args.batch_size} rows of {cfg.seq_len} tokens a step")
+    kind = "compiled" if compiled else "not compiled"
+    place.say(f"{args.device_batch_size} rows at once, {args.dtype}, {kind}")
     place.say(f"{place.world} rank(s) of {torch.get_num_threads()} threads, {machine_name()}")
-    place.say(f"{mean * 1e3:.1f} ms, {rate:,.0f} tok/s, {memory:.2f} GiB")
+    place.say(f"{mean * 1e3:.1f} ms, {rate:,.0f} tokens/s, {memory:.2f} GiB")
     peak = peak_flops(place.device)
     if peak:
         place.say(f"MFU {rate * cfg.flops_per_token() / peak / place.world:.3f}")
     order = f"self_{'cuda' if place.is_gpu else 'cpu'}_time_total"
     place.say(found.key_averages().table(order, KERNELS, max_name_column_width=60))
-    leave(place)
+    disconnect(place)
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    main()

@@ -1,32 +1,30 @@
-"""
-Published Parcae weights in; folders in Hugging Face's style in and out.
+"""Published Parcae weights in; our own weights out, and in again.
 
     python -m tools.convert import FOLDER RUN [--tokenizer FILE]    # then: python core_eval.py RUN
-    python -m tools.convert export RUN FOLDER                  # model.safetensors and two .json
+    python -m tools.convert export RUN FOLDER      # model.safetensors, config.json, tokenizer.json
 
 import takes config.json with pytorch_model.bin or model.safetensors: those of the reference
-implementation (looped, or its "gpt" baseline), or what export wrote. The function stays the same to
-float32 rounding; four conventions differ: the reference's ReLU² has a factor ½, its rotary pairs
-are interleaved (ours: split halves), the eps of its QK-norm is 2^-23 (ours 1e-5: q and k are scaled
-up, which the norm undoes), and its tokenizer may have its specials first.
+implementation (looped, or its "gpt" baseline), or what export wrote. The tokenizer is ours, or
+byte-level BPE in Hugging Face's format. The function stays the same to float32 rounding; four
+conventions differ: the reference's ReLU² has a factor ½, its rotary pairs are interleaved (ours:
+split halves), the eps of its QK-norm is 2^-23 (ours 1e-5: q and k are scaled up, which the norm
+undoes), and its tokenizer may have its specials first.
 """
 
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save
 
 from core_eval import open_run
-from looped.checkpoint import write_checkpoint
-from looped.console import DAMAGE, Parser, fail, outside, run_cli
-from looped.files import file_hash, write_atomic, write_checked
-from looped.layers import EPS
-from model import Model, ModelConfig, config_of
-from tools.hf_tokenizer import read_tokenizer, tokenizer_to_hf
+from looped.common import Parser, fail, file_hash, write_atomic, write_json
+from looped.ops import EPS
+from looped.tokenizer import SPECIALS, file_content, load_tokenizer
+from model import Model, ModelConfig
 
 # fmt: off
 # The reference's settings that we have, {theirs: ours}
@@ -72,6 +70,7 @@ NAMES = {
     "transformer.adapter.": "injection.", "transformer.ln_f.": "norm_f.",
     "transformer.ln_prelude.": "norm_e.", "transformer.": "",
 }
+EXPORTED = {"model_type", "dtype", "residual_dtype"}  # what export writes beside the settings
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # fmt: on
 
@@ -131,62 +130,107 @@ def from_reference(state: dict, cfg: ModelConfig) -> dict:
 
 
 def checked(weights: dict, cfg: ModelConfig) -> dict:
-    """The same in float32; RuntimeError names what is missing, left over or misshapen."""
+    """The same in float32; torch's RuntimeError names what is missing, left over or misshapen."""
     weights = {name: w.float() for name, w in weights.items()}
     with torch.device("meta"):
         Model(cfg).load_state_dict(weights, assign=True)
     return weights
 
 
-def read(path: Path) -> dict:
-    """A file of JSON, safetensors or torch."""
-    # Exception: whatever a damaged file makes of its reader
-    with outside(f"{path} cannot be read", "fetch or export it again", Exception):
-        if path.suffix == ".json":
-            return dict(json.loads(path.read_text()))
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+# -------------------------------------------------------------------------------------------------
+# Tokenizers
+
+# Hugging Face writes a byte as the character of that number, or one from 256 on where that is not
+# visible
+HIDDEN = [*range(33), *range(127, 161), 173]
+RAW = {256 + i: byte for i, byte in enumerate(HIDDEN)}
+
+
+def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
+    """Hugging Face's tokenizer.json (byte-level BPE) -> ours, and their id for each of ours: our
+    specials have the last ids, theirs often the first.
+    """
+    model = data["model"]
+    specials = {token["content"]: token["id"] for token in data["added_tokens"]}
+    vocab = {text: i for text, i in model["vocab"].items() if text not in specials}
+    tokens = sorted(vocab, key=vocab.get)
+    made = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    # theirs lists the pairs to merge, ours the tokens in the order in which they arise
+    if [pair.replace(" ", "") for pair in made] != tokens[256:]:
+        raise ValueError("the tokenizer's merges are not in the order of its ids")
+    split, _ = data["pre_tokenizer"]["pretokenizers"]
+    raw = [token.translate(RAW).encode("latin-1") for token in tokens]
+    ours = file_content(raw, split["pattern"]["Regex"])
+    return ours, sorted(vocab.values()) + [specials[name] for name in SPECIALS]
+
+
+def read_tokenizer(path: Path) -> tuple[dict, list[int]]:
+    """A tokenizer file, ours or theirs -> ours, and for each of our ids the file's."""
+    data = json.loads(path.read_text())
+    if "model" in data:
+        return tokenizer_from_hf(data)
+    return data, list(range(load_tokenizer(path).n_vocab))
+
+
+# -------------------------------------------------------------------------------------------------
+# Folders
+
+
+def own_config(given: dict) -> ModelConfig:
+    """Of config.json that export wrote; a setting that this model does not have is refused."""
+    known = {field.name for field in fields(ModelConfig)}
+    unknown = ", ".join(given.keys() - known - EXPORTED)
+    if unknown:
+        fail(f"config.json: this model.py has no setting {unknown}; import with the code that does")
+    return ModelConfig(**{name: value for name, value in given.items() if name in known})
+
+
+def read_folder(folder: Path) -> tuple[ModelConfig, dict, dict]:
+    """-> (our settings, our weights, {"dtype", "residual_dtype"})."""
+    config = json.loads((folder / "config.json").read_text())
+    file = weight_file(folder)
+    if file.suffix == ".safetensors":
+        state = load_file(file)
+    else:
+        state = torch.load(file, map_location="cpu")
+    if config.get("model_type") == "looped":
+        cfg = own_config(config)
+        return cfg, checked(state, cfg), config
+    cfg = reference_config(config)
+    return cfg, from_reference(state, cfg), {"dtype": "bfloat16", "residual_dtype": "float32"}
+
+
+def weight_file(folder: Path) -> Path:
+    files = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
+    if not files:
+        fail(f"{folder} has no {' or '.join(WEIGHT_FILES)}; name the folder that was downloaded")
+    return files[0]
 
 
 def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
-    files = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
-    if not files:
-        advice = "name the folder that was downloaded, or that export wrote"
-        fail(f"{folder} has no {' or '.join(WEIGHT_FILES)}; {advice}")
-    config = read(folder / "config.json")
-    state = read(files[0])
+    cfg, weights, precision = read_folder(folder)
     ours, order = read_tokenizer(tokenizer)
-    advice = "only what the reference implementation or export wrote can be"
-    with outside(f"{folder} cannot be imported", advice, (RuntimeError, *DAMAGE)):
-        if config.get("model_type") == "looped":
-            cfg = config_of(config)
-            weights = checked(state, cfg)
-        else:
-            cfg = reference_config(config)
-            weights = from_reference(state, cfg)
-            config = {"dtype": "bfloat16", "residual_dtype": "float32"}
     if len(order) != cfg.vocab_size:
         entries = f"{len(order)} entries, the model {cfg.vocab_size}"
-        fail(f"{tokenizer} has {entries}; give its own tokenizer")
+        fail(f"{tokenizer} has {entries}; give its own tokenizer with --tokenizer")
     for name in weights:
         if name.startswith(("wte.", "ve.")):
             weights[name] = weights[name][order]
     run.mkdir(parents=True)
-    write_checked(run / "tokenizer.json", ours)
-    write_checkpoint(run / "step_0000000.pt", {"step": 0, "model": weights})
-    params = sum(w.numel() for w in weights.values())
+    write_json(run / "tokenizer.json", ours)
+    checkpoint = {"step": 0, "model": weights}
+    write_atomic(run / "step_0000000.pt", lambda out: torch.save(checkpoint, out))
     about = {
-        "args": {"residual_dtype": config.get("residual_dtype", "auto")},
+        "args": {"residual_dtype": precision["residual_dtype"]},
         "model": asdict(cfg),
-        "params": params,
-        "dtype": config.get("dtype", "float32"),
+        "params": sum(w.numel() for w in weights.values()),
+        "dtype": precision["dtype"],
         "tokenizer": path_and_hash(run / "tokenizer.json"),
         "data": {"path": str(run / "rows"), "sha256": None},  # for rows that are packed there later
-        "imported": path_and_hash(files[0]),
+        "imported": path_and_hash(weight_file(folder)),
     }
     write_json(run / "config.json", about)
-    print(f"{run}: {params:,} parameters; python core_eval.py {run}")
+    print(f"{run}: {about['params']:,} parameters; python core_eval.py {run}")
 
 
 def path_and_hash(path: Path) -> dict:
@@ -196,18 +240,13 @@ def path_and_hash(path: Path) -> dict:
 
 def export_run(run: Path, folder: Path) -> None:
     model, _, config = open_run(run, torch.device("cpu"))
-    tokenizer = tokenizer_to_hf(run / "tokenizer.json")
     folder.mkdir(parents=True)
     write_atomic(folder / "model.safetensors", save(model.state_dict(), {"format": "pt"}))
-    about = {"model_type": "looped", "dtype": config.get("dtype", "float32")}
-    about["residual_dtype"] = config["args"].get("residual_dtype", "auto")
+    about = {"model_type": "looped", "dtype": config["dtype"]}
+    about["residual_dtype"] = config["args"]["residual_dtype"]
     write_json(folder / "config.json", about | asdict(model.cfg))
-    write_json(folder / "tokenizer.json", tokenizer)
+    write_atomic(folder / "tokenizer.json", (run / "tokenizer.json").read_bytes())
     print(f"{folder}: model.safetensors, config.json, tokenizer.json")
-
-
-def write_json(path: Path, content: dict) -> None:
-    write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
 def main(argv=None):
@@ -221,13 +260,12 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.target.exists():
         fail(f"{args.target} exists; name another")
-    if args.command == "export" and args.tokenizer:
-        fail("--tokenizer has no effect on export, which takes the run's; leave it out")
     if args.command == "export":
         export_run(args.source, args.target)
     else:
-        import_folder(args.source, args.target, args.tokenizer or args.source / "tokenizer.json")
+        tokenizer = args.tokenizer or args.source / "tokenizer.json"
+        import_folder(args.source, args.target, tokenizer)
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    main()

@@ -1,141 +1,103 @@
-"""
-Plans a training run before a card is rented: what fits, and how long it takes.
+"""Estimates before a card is rented what fits on it, and how long a recipe takes.
 
-    python -m tools.plan                                       # every large preset on one H100
-    python -m tools.plan parcae-140m parcae-370m --card A100-80 --card H100 --gpus 8
+    python -m tools.plan                                   # every large preset on one H100
+    python -m tools.plan --preset parcae-140m --card a100-80 --card h100 --gpus 8
 
-Arithmetic on the configuration, answered at once on any machine. Nothing here is measured on a
-card: memory is that of looped/memory.py; times are a roofline, operations and bytes divided by the
-rates that CARDS assumes.
+Nothing here is measured on a card. Time is the model's FLOPs over SHARE of a card's peak; memory is
+one formula, within 4 % of the peaks in results/rehearsal.md.
 """
 
-import math
-from dataclasses import dataclass
+from math import gcd
 
-from looped.console import Parser, fail, positive_int, run_cli
-from looped.depth import mean_loops
-from looped.figures import table
-from looped.memory import GIB, HEADROOM, Step, predict_memory, steps_to_try
+from looped.common import Parser, fail, positive_int
+from looped.depth import deepest
+from looped.machine import PEAK_FLOPS
 from model import PRESETS, ModelConfig, parameter_count
-from train import recipe_of
+from tools.figures import records_table
+from train import DEVICE_BATCH, recipe_of
 
-
-@dataclass(frozen=True)
-class Card:
-    """What a card has, and what a step is assumed to reach on it."""
-
-    memory: float  # GiB, as the driver reports it
-    products: float  # FLOP/s of matrix products of a model of this size
-    attention: float  # FLOP/s of causal attention forward, counting what causality needs
-    bandwidth: float  # bytes/s of elementwise kernels
-    link: float  # bytes/s of a collective between the cards of a machine
-
-
-# fmt: off
-CARDS = {  #         memory   products  attention  bandwidth    link
-    "4090":    Card(  23.5,   100e12,     80e12,   0.80e12,   20e9),
-    "A100-40": Card(  39.4,   190e12,    150e12,   1.25e12,  230e9),
-    "A100-80": Card(  79.1,   190e12,    150e12,   1.65e12,  230e9),
-    "H100":    Card(  79.1,   600e12,    350e12,   2.70e12,  450e9),
-    "H200":    Card( 139.8,   600e12,    350e12,   3.90e12,  450e9),
-    "B200":    Card( 178.4,  1200e12,    700e12,   6.40e12,  800e9),
+SHARE = 0.4  # of the peak FLOP/s; tools.bench measures it as MFU
+ROOM = 0.9  # of a card's memory; the rest is for CUDA, NCCL and gaps between tensors
+GIB = 2**30
+CARDS = {  # (memory in GiB, dense bfloat16 FLOP/s)
+    "4090": (23.5, PEAK_FLOPS["4090"]),
+    "A100-40": (39.4, PEAK_FLOPS["A100"]),
+    "A100-80": (79.1, PEAK_FLOPS["A100"]),
+    "H100": (79.1, PEAK_FLOPS["H100"]),
+    "H200": (139.8, PEAK_FLOPS["H200"]),
+    "B200": (178.4, PEAK_FLOPS["B200"]),
 }
-# fmt: on
-CONTEXT = 0.6 * GIB  # CUDA's context and the kernels
-
-# Bytes that Inductor's elementwise kernels move, per token and unit of D: in a block application
-# without gradient, in one with gradient (forward and backward); and per logit.
-BYTES_WITHOUT_GRADIENT = 46
-BYTES_WITH_GRADIENT = 130
-BYTES_TO_KEEP_LESS = 25  # more, where less is kept for the backward pass
-BYTES_A_LOGIT = 6
+COLUMNS = {  # {name: format of its numbers}
+    "preset": "", "tokens": "", "batch": "", "at once": "", "GiB": ".1f", "tokens/s": ",.0f",
+    "hours": ",.1f",
+}  # fmt: skip
 
 
-def step_seconds(cfg: ModelConfig, step: Step, tokens: int, card: Card) -> float:
-    """Seconds of an optimiser's step of so many tokens at the mean depth; every kind of work waits
-    for the others.
+def bytes_at_rest(cfg: ModelConfig, gpus: int) -> float:
+    """Of one card: weights, gradients and two moments in float32, the moments shared by the cards."""
+    return 8 * parameter_count(cfg) * (1 + 1 / gpus)
+
+
+def bytes_a_row(cfg: ModelConfig) -> float:
+    """What the backward pass keeps of a sequence at the deepest depth, compiled, in bfloat16, and
+    its logits.
     """
-    width = cfg.d_model
-    n, k = mean_loops(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
-    without = cfg.n_core * n  # layers run without gradient, and with it
-    learning = cfg.n_prelude + cfg.n_core * k + cfg.n_coda
-    # backward, 2.5 times the forward pass's FLOPs at 0.8 of its rate
-    attention = 2 * cfg.seq_len * width * (without + learning * (1 + 2.5 / 0.8))
-    bytes_learning = BYTES_WITH_GRADIENT + BYTES_TO_KEEP_LESS * step.keep_less
-    moved = width * (BYTES_WITHOUT_GRADIENT * without + bytes_learning * learning)
-    moved += BYTES_A_LOGIT * cfg.vocab_size
-    each = cfg.flops_per_token(attention=False) / card.products
-    each += attention / card.attention + moved / card.bandwidth
-    # the update, shared by the cards: bytes of weights, gradients and moments; Muon's products
-    numbers = parameter_count(cfg)
-    update = 40 * numbers / card.bandwidth
-    if step.optimizer == "muon":
-        block = cfg.block_matmul()
-        matrices = 4 + (block - 4 * width**2) / (width * cfg.d_mlp)
-        flops = 5 * cfg.n_layer() * (4 * width * block + 2 * width**3 * matrices)
-        update += flops / card.products
-    # gradients' reduce-scatter and weights' all-gather, as if neither overlapped with anything
-    exchange = 2 * 4 * numbers * (step.world - 1) / card.link
-    return (tokens * each + update + exchange) / step.world
+    _, with_gradient = deepest(cfg, 1)
+    layers = cfg.n_prelude + cfg.n_coda + cfg.n_core * int(with_gradient[0])
+    of_a_layer = 7 * cfg.d_model + cfg.block_matmul() / cfg.d_model
+    return 2 * cfg.seq_len * (layers * of_a_layer + cfg.vocab_size)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a preset's recipe needs on a number of cards."""
-
-    step: Step  # of a card: the first that train.py would try, or one row
-    peak: float  # GiB
-    fits: bool
-    rate: float  # tokens a second, all cards
-    hours: float
-
-
-def plan(preset: str, card: Card, gpus: int) -> Plan:
-    """What the preset's recipe needs on this many cards of a kind."""
+def plan(preset: str, card: str, gpus: int) -> dict:
+    """What the preset's recipe needs on so many cards of a kind: a row of the table."""
     cfg = PRESETS[preset]
     recipe = recipe_of(preset)
-    room = (1 - HEADROOM) * (card.memory * GIB - CONTEXT)
-    one_row = Step(1, recipe.optimizer, gpus)
-    for step in steps_to_try(cfg, one_row, recipe.batch_size):
-        peak = predict_memory(cfg, step)
-        if peak <= room:
-            break
-    tokens = recipe.batch_size * cfg.seq_len
-    rate = tokens / step_seconds(cfg, step, tokens, card)
-    return Plan(step, peak / GIB, peak <= room, rate, recipe.tokens / rate / 3600)
-
-
-def row(preset: str, found: Plan) -> list:
-    """A preset's line of the answer."""
-    peak = f"{found.peak:.1f}"
-    if not found.fits:
-        return [preset, f"0: one row needs {peak} GiB", "", "", ""]
-    device_batch = f"{found.step.rows}{'*' * found.step.keep_less}"
-    return [preset, device_batch, peak, f"{found.rate:,.0f}", f"{found.hours:.1f}"]
+    memory, flops = CARDS[card]
+    at_rest = bytes_at_rest(cfg, gpus) / GIB
+    each = bytes_a_row(cfg) / GIB
+    share = recipe.batch_size // gpus
+    fitting = [0]
+    for rows in range(1, DEVICE_BATCH + 1):
+        if share % rows == 0 and at_rest + rows * each <= ROOM * memory:
+            fitting.append(rows)
+    at_once = fitting[-1]
+    rate = SHARE * flops * gpus / cfg.flops_per_token()
+    return {
+        "preset": preset,
+        "tokens": f"{recipe.tokens / 1e9:g}B",
+        "batch": f"{recipe.batch_size} × {cfg.seq_len:,}",
+        "at once": at_once,
+        "GiB": at_rest + max(1, at_once) * each,
+        "tokens/s": rate,
+        "hours": recipe.tokens / rate / 3600,
+    }
 
 
 def main(argv=None):
     parser = Parser(description=__doc__, prog="python -m tools.plan")
     large = [name for name in PRESETS if not name.endswith("nano")]
     add = parser.add_argument
-    add("presets", nargs="*", metavar="PRESET", default=large, help="(default: the large ones)")
-    add("--card", action="append", choices=CARDS, help="may be given again (default: H100)")
-    add("--gpus", type=positive_int, default=1, help="of one machine (default: %(default)s)")
+    about = "may be given again (default: the large ones)"
+    add("--preset", action="append", choices=PRESETS, metavar="NAME", help=about)
+    about = f"{', '.join(CARDS)}; may be given again (default: H100)"
+    add("--card", action="append", choices=CARDS, type=str.upper, metavar="NAME", help=about)
+    add("--gpus", type=positive_int, default=1, help="cards of one machine (default: %(default)s)")
     args = parser.parse_args(argv)
-    for name in args.presets:
-        if name not in PRESETS:
-            fail(f"no preset {name}; there are {', '.join(PRESETS)}")
+    presets = args.preset or large
+    for name in presets:
         batch = recipe_of(name).batch_size
         if batch % args.gpus:
-            advice = f"try --gpus {math.gcd(batch, args.gpus)}"
+            advice = f"try --gpus {gcd(batch, args.gpus)}"
             fail(f"--gpus {args.gpus} does not divide {name}'s batch of {batch}; {advice}")
     for card in args.card or ["H100"]:
-        rows = [row(name, plan(name, CARDS[card], args.gpus)) for name in args.presets]
-        print(
-            f"PREDICTED, not measured: {args.gpus} × {card}. *: less is kept for the backward pass.\n"
-        )
-        print("\n".join(table(["preset", "rows", "peak GiB", "tok/s", "hours"], rows)))
+        memory, flops = CARDS[card]
+        print(f"Estimated for {args.gpus} × {card}, {memory} GiB each, at {SHARE:.0%} of the")
+        print(f"peak of {flops / 1e12:,.0f} TFLOP/s. Nothing here is measured.\n")
+        rows = [plan(name, card, args.gpus) for name in presets]
+        print("\n".join(records_table(rows, COLUMNS)))
+    print("batch: sequences × tokens of an optimiser step. at once: sequences in a card's memory")
+    print("during a forward and backward pass, 0 if none fits. GiB: the peak on each card.")
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    main()

@@ -1,40 +1,46 @@
-"""Text from a trained model, at any depth.
+"""
+Text from a trained model, at any depth.
 
     python -m tools.sample RUN --prompt "The sea" --depth 8
     python -m tools.sample RUN --prompt "The sea" --depth auto --exit-threshold 5e-4 --num 4
 
+From Python, on a GPU with "cuda" in place of "cpu":
+
+    import torch
+    from core_eval import open_run
+    from tools.sample import generate
+    model, enc, _ = open_run("RUN", torch.device("cpu"))
+    print(generate(model, enc, "The sea", depth=8))
+
 auto: a token leaves the loop when KL(answer_t || answer_{t-1}) falls under the threshold, where
 answer_t is the model's next-token distribution after loop t (Geiping et al., arXiv 2502.05171,
-"zero-shot adaptive compute"). A token is a function of (seed, sample, position) and the text
-before it: not of a generator's state, nor of any other sample.
+"zero-shot adaptive compute"). A token is a function of (seed, sample, position) and the text before
+it, so samples drawn together are those drawn one by one.
 """
 
-import codecs
+import math
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from core_eval import open_run
-from looped.cache import KVCache
-from looped.console import (
-    Parser,
-    fail,
-    fraction,
-    non_negative_float,
-    non_negative_int,
-    positive_int,
-    run_cli,
-)
-from looped.depth import even_plan, refuse_too_deep
-from looped.endings import lacks_memory
-from looped.machine import DEVICES, pick_device
+from looped.common import Parser, fail, non_negative_float, note, positive_int
+from looped.depth import even_plan
+from looped.machine import DEVICES, connect
 from looped.randomness import FOR_SAMPLE, hash_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
-EXIT_THRESHOLD = 5e-4  # nats: the threshold of --depth auto
+EXIT_THRESHOLD = 5e-4  # nats: the default threshold of --depth auto
+BOUNDS = {
+    "temperature": (0, math.inf),
+    "top_k": (-1, math.inf),
+    "top_p": (0, 1),
+    "tokens": (1, math.inf),
+}
 
 
 @dataclass
@@ -47,17 +53,79 @@ class Depth:
 
 @dataclass
 class Sampling:
-    """How a token is drawn, and when a text ends."""
+    """How a token is drawn, and how many."""
 
     temperature: float = 1.0  # 0: the likeliest token
-    top_k: int = 0  # of so many likeliest tokens; 0: of all
+    top_k: int = 0  # of so many likeliest tokens; 0 or -1: of all
     top_p: float = 1.0  # of the likeliest tokens that together exceed this probability
     tokens: int = 128  # to add
-    stop: frozenset[int] = frozenset()  # tokens that end a text
+
+    def __post_init__(self):
+        for name, (least, most) in BOUNDS.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"{name} {value} must lie between {least} and {most}")
+
+
+# -------------------------------------------------------------------------------------------------
+# Reading a text piece by piece
+
+
+class KVCache:
+    """Keys and values of past tokens.
+
+    A layer outside the loop has one slot; a core layer has one for each loop, since its keys and
+    values differ from loop to loop. Where tokens may leave early, a loop also writes to the deeper
+    slots: later tokens that loop on find a token's last keys and values there (Geiping et al.).
+    """
+
+    def __init__(self, model, room: int, loops: int):
+        """room: tokens of the longest text; loops: the most that a token takes."""
+        self.model = model
+        self.room = room
+        self.loops = loops
+        self.length = 0  # tokens so far
+        self.slots = {}  # {(layer, its run within a loop): keys and values (slots, 2, B, H, room, K)}
+
+    def begin_piece(self, tokens: int) -> None:
+        """Before each piece of the text."""
+        first = self.length
+        self.length += tokens
+        self.new = slice(first, self.length)  # the tokens' places in a slot
+        self.positions = torch.arange(first, self.length, device=self.model.cos.device)
+        self.live = None
+        self.runs = Counter()
+
+    def begin_loop(self, loop: int, live: torch.Tensor | None) -> None:
+        """live (B, T) bool: the tokens that take this loop; None: all of them."""
+        self.loop = loop
+        self.live = live
+        self.runs = Counter()
+
+    def extend(self, layer: int, k, v):
+        """Keys and values (B, H, T, K) of the tokens just placed -> those of all tokens so far. They
+        are kept before any shift, so that a piece's first token can use its predecessor's.
+        """
+        new = torch.stack([k, v])
+        looped = layer in self.model.core_layers
+        place = (layer, self.runs[layer])
+        self.runs[layer] += 1
+        if place not in self.slots:
+            B, H, _, K = k.shape
+            count = self.loops if looped else 1
+            self.slots[place] = k.new_zeros(count, 2, B, H, self.room, K)
+        slots = self.slots[place]
+        slot = self.loop if looped else 0
+        if self.live is None:  # every token takes each loop: no deeper slot lacks an entry
+            slots[slot, ..., self.new, :] = new
+        else:
+            new = torch.where(self.live[:, None, :, None], new, slots[slot, ..., self.new, :])
+            slots[slot:, ..., self.new, :] = new
+        return slots[slot, ..., : self.length, :]
 
 
 @torch.no_grad()
-def read(model, ids, keys, cache, depth: Depth):
+def read(model, ids, keys, cache: KVCache, depth: Depth):
     """Reads the next tokens, ids (B, T), into the cache -> (final hidden state (B, T, D), loops taken
     (B, T)).
     """
@@ -70,11 +138,11 @@ def read(model, ids, keys, cache, depth: Depth):
     h, inputs = model.enter_loop(ids, keys, cache)
     if inputs is not None:
         for state in model.unroll(h, inputs, even_plan(len(ids), depth.loops, ids.device), cache):
-            h = state.h
+            h = model.mechanism.read(state)
     return model.coda(h, ids, cache), torch.full_like(ids, depth.loops)
 
 
-def read_token(model, ids, keys, cache, depth: Depth):
+def read_token(model, ids, keys, cache: KVCache, depth: Depth):
     """The same for one token a row, (B, 1), which leaves the loop when its answer has settled."""
     cache.begin_piece(1)
     h, inputs = model.enter_loop(ids, keys, cache)
@@ -86,7 +154,8 @@ def read_token(model, ids, keys, cache, depth: Depth):
     last = None
     for state in model.unroll(h, inputs, plan, cache):
         taken += live
-        hidden = model.coda(state.h, ids, cache)  # what the coda keeps is of the last answer
+        h = model.mechanism.read(state)
+        hidden = model.coda(h, ids, cache)  # what the coda keeps is of the last answer
         answer = logits_of(model, hidden).log_softmax(-1)  # (B, 1, V)
         if last is not None:
             change = (answer.exp() * (answer - last)).sum(-1)
@@ -99,7 +168,14 @@ def read_token(model, ids, keys, cache, depth: Depth):
 
 def logits_of(model, hidden):
     """In float32 at least: in bfloat16 many a token's logit would equal the likeliest's."""
-    return model.head(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+    logits = model.head(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+    if not logits.isfinite().all():
+        raise ValueError("the logits are not finite: training diverged, or this is too deep")
+    return logits
+
+
+# -------------------------------------------------------------------------------------------------
+# Drawing tokens
 
 
 def pick(logits, u, how: Sampling):
@@ -111,7 +187,7 @@ def pick(logits, u, how: Sampling):
     below = logits.double() - logits.amax(-1, keepdim=True)
     p = (below / how.temperature).softmax(-1)
     p, token = p.sort(dim=-1, descending=True, stable=True)
-    if how.top_k:
+    if how.top_k > 0:
         p[:, how.top_k :] = 0
     likelier = p.cumsum(-1) - p  # the probability of those before a token
     p = p * (likelier <= how.top_p * p.sum(-1, keepdim=True))
@@ -121,31 +197,65 @@ def pick(logits, u, how: Sampling):
 
 
 @torch.no_grad()
-def generate(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampling):
+def draw(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampling, stop=()):
     """Continues a prompt in one text for each key; a text's randomness comes from its key.
 
     Yields ({row: next token} of the rows that go on, the loops that the tokens just read took) until
-    each row has its tokens, has met a stop, or has filled the context.
+    each row has its tokens, has met a token of `stop`, or has filled the context.
     """
+    room = model.cfg.seq_len
+    if len(prompt) > room:
+        raise ValueError(f"the prompt has {len(prompt)} tokens, {BOS} included; the context {room}")
     row_keys = torch.tensor(keys, device=model.cos.device)
-    end = min(len(prompt) + how.tokens, model.cfg.seq_len + 1)
-    cache = KVCache(model, end - 1, depth.loops)  # a last token is never read
+    wanted = len(prompt) + how.tokens
+    end = min(wanted, room + 1)  # a last token is never read
+    cache = KVCache(model, end - 1, depth.loops)
     ids = torch.tensor([prompt] * len(keys), device=row_keys.device)
     going = list(range(len(keys)))
     for number in range(len(prompt), end):  # of the token to be drawn
         hidden, taken = read(model, ids, row_keys, cache, depth)
-        logits = logits_of(model, hidden[:, -1])
-        if not torch.isfinite(logits).all():
-            why = "training diverged, or the depth is too large"
-            fail(f"the model's answer at depth {depth.loops} is not finite: {why}")
         u = [uniforms(hash_key(key, 1), np.array([number]))[0] for key in keys]
-        drawn = pick(logits, torch.tensor(u), how).tolist()
+        drawn = pick(logits_of(model, hidden[:, -1]), torch.tensor(u), how).tolist()
         ids = torch.tensor(drawn, device=row_keys.device)[:, None]
         taken = taken[going]
-        going = [row for row in going if drawn[row] not in how.stop]
+        going = [row for row in going if drawn[row] not in stop]
         yield {row: drawn[row] for row in going}, taken
         if not going:
             return
+    if end < wanted:
+        note(f"the context of {room} tokens is full")
+
+
+def prompt_ids(enc, text: str) -> list[int]:
+    return [enc.encode_single_token(BOS), *encode(enc, text)]
+
+
+def special_tokens(enc) -> list[int]:
+    """BOS, EOS and padding: each ends a text."""
+    return [enc.encode_single_token(name) for name in SPECIALS]
+
+
+def complete(model, enc, text: str, keys: list[int], depth: Depth, how: Sampling):
+    """-> (what follows a text, once for each key, as lists of tokens; loops of every token read)."""
+    made = [[] for _ in keys]
+    loops = []
+    for drawn, taken in draw(model, prompt_ids(enc, text), keys, depth, how, special_tokens(enc)):
+        loops += taken.flatten().tolist()
+        for row, token in drawn.items():
+            made[row].append(token)
+    return made, loops
+
+
+def generate(model, enc, text: str, depth: int | None = None, how=None, seed: int = 0) -> str:
+    """What the model writes after a text. depth: loops (default: mu_rec); how: a Sampling."""
+    loops = model.cfg.mu_rec if depth is None else depth
+    key = hash_key(seed, FOR_SAMPLE, 0)
+    (made,), _ = complete(model, enc, text, [key], Depth(loops), how or Sampling())
+    return enc.decode(made)
+
+
+# -------------------------------------------------------------------------------------------------
+# The program
 
 
 def loops_or_auto(text):
@@ -158,16 +268,16 @@ def parse_args(argv):
     add("run", metavar="RUN", help="run directory")
     add("--prompt", action="append", required=True, help="text to go on from; may be repeated")
     add("--depth", type=loops_or_auto, help="loops, or auto (default: the run's mu_rec)")
-    add("--exit-threshold", type=non_negative_float,
+    add("--exit-threshold", type=non_negative_float, default=EXIT_THRESHOLD,
         help="of --depth auto, which takes at most twice mu_rec loops: nats "
-        f"(default: {EXIT_THRESHOLD})")  # fmt: skip
-    add("--temperature", type=non_negative_float, default=0.8,
+        "(default: %(default)s)")  # fmt: skip
+    add("--temperature", type=float, default=0.8,
         help="0 takes the likeliest token (default: %(default)s)")  # fmt: skip
-    add("--top-k", type=non_negative_int, default=0,
-        help="only the likeliest K tokens; 0 means all (default: %(default)s)")  # fmt: skip
-    add("--top-p", type=fraction, default=0.95,
+    add("--top-k", type=int, default=0,
+        help="only the likeliest K tokens; 0 or -1 means all (default: %(default)s)")  # fmt: skip
+    add("--top-p", type=float, default=0.95,
         help="only the likeliest of so much probability (default: %(default)s)")  # fmt: skip
-    add("--max-tokens", type=positive_int, default=128, help="tokens to add (default: %(default)s)")
+    add("--max-tokens", type=int, default=128, help="tokens to add (default: %(default)s)")
     add("--num", type=positive_int, default=1, help="samples of each prompt (default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--device", default="auto", choices=DEVICES,
@@ -176,67 +286,41 @@ def parse_args(argv):
 
 
 def chosen_depth(args, cfg) -> Depth:
-    if cfg.n_core == 0 and (args.depth or args.exit_threshold is not None):
-        fail("the model has no loop; leave --depth and --exit-threshold out")
+    if cfg.n_core == 0 and args.depth:
+        fail("the model has no loop; leave --depth out")
     if args.depth == "auto":
-        threshold = EXIT_THRESHOLD if args.exit_threshold is None else args.exit_threshold
-        return Depth(2 * cfg.mu_rec, threshold)
-    if args.exit_threshold is not None:
-        fail("--exit-threshold has no meaning without --depth auto; add it, or leave this out")
-    loops = args.depth or cfg.mu_rec
-    refuse_too_deep("--depth", [loops])
-    return Depth(loops)
+        return Depth(2 * cfg.mu_rec, args.exit_threshold)
+    return Depth(args.depth or cfg.mu_rec)
 
 
 def write_texts(model, enc, text: str, keys: list[int], depth: Depth, how: Sampling) -> None:
-    """Prints what follows a prompt, in one text for each key; a single one as it is drawn."""
-    prompt = [enc.encode_single_token(BOS), *encode(enc, text)]
-    room = model.cfg.seq_len
-    if len(prompt) > room:
-        what = f"the prompt has {len(prompt):,} tokens, {BOS} included, and the context {room:,}"
-        fail(f"{what}; give a shorter one")
-    single = len(keys) == 1
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    texts = [[] for _ in keys]
-    loops = []  # of every token that was read
+    """Prints a prompt and what follows it, once for each key."""
     start = time.perf_counter()
-    if single:
-        print(text, end="")
-    for drawn, taken in generate(model, prompt, keys, depth, how):
-        loops += taken.flatten().tolist()
-        for row, token in drawn.items():
-            texts[row].append(token)
-            if single:
-                new = decoder.decode(enc.decode_single_token_bytes(token))
-                print(new, end="", flush=True)
+    made, loops = complete(model, enc, text, keys, depth, how)
     seconds = time.perf_counter() - start
-    if single:
-        print(decoder.decode(b"", final=True))
-    else:
-        for number, tokens in enumerate(texts, 1):
-            print(f"--- sample {number}\n{text}{enc.decode(tokens)}")
-    made = sum(map(len, texts))
-    about = f"{made} tokens, {made / seconds:.0f} tokens/s, the prompt's reading included"
+    for number, tokens in enumerate(made, 1):
+        if len(keys) > 1:
+            print(f"--- sample {number}")
+        print(text + enc.decode(tokens), flush=True)
+    count = sum(map(len, made))
+    about = f"{count} tokens, {count / seconds:.0f} tokens/s, the prompt's reading included"
     print(f"{about}; mean depth {np.mean(loops):.2f}", file=sys.stderr)
 
 
 def main(argv=None):
     args = parse_args(argv)
-    model, enc, _ = open_run(args.run, torch.device(pick_device(args.device)))
+    model, enc, _ = open_run(args.run, connect(args.device).device)
     if model.residual_dtype is None:
         model.blocks.to(model.dtype)  # as every use would cast them
     depth = chosen_depth(args, model.cfg)
-    stop = frozenset(enc.encode_single_token(name) for name in SPECIALS)
-    how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens, stop)
+    try:
+        how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens)
+    except ValueError as e:
+        fail(str(e))
     keys = [hash_key(args.seed, FOR_SAMPLE, i) for i in range(args.num)]
     for text in args.prompt:
-        try:
-            write_texts(model, enc, text, keys, depth, how)
-        except (RuntimeError, MemoryError) as e:
-            if not lacks_memory(e) or args.num == 1:
-                raise
-            fail(f"--num {args.num} texts do not fit the memory at once; try --num {args.num // 2}")
+        write_texts(model, enc, text, keys, depth, how)
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    main()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from looped.files import write_atomic
+from looped.common import write_atomic
 
 # the curves of a figure; line styles and markers tell them apart in black and white
 COLORS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7f7f7f", "#8c510a"]
@@ -21,11 +21,33 @@ def fmt(value, spec: str = ".4f") -> str:
     return format(value, spec)
 
 
-def half_width(values) -> float:
-    """Half the width of the 95 % Student t interval of the mean of two or more values."""
-    from scipy import stats  # of the extra `studies` in pyproject.toml
+def t_quantile(freedom: int) -> float:
+    """What |t| of Student's law exceeds in 5 % of draws (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    odd = freedom % 2
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2  # of tan = t / sqrt(freedom)
+        term = math.cos(angle) ** odd
+        total = 0.0
+        for i in range(1 + odd, freedom, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * i / (i + 1)
+        inside = math.sin(angle) * total
+        if odd:
+            inside = (angle + inside) * 2 / math.pi
+        if inside < 0.95:
+            low = angle
+        else:
+            high = angle
+    return math.sqrt(freedom) * math.tan(low)
 
-    return stats.sem(values) * stats.t.ppf(0.975, len(values) - 1)
+
+def half_width(values) -> float:
+    """Half the width of the 95 % Student t interval of the mean; NaN of fewer than two values."""
+    n = len(values)
+    if n < 2:
+        return math.nan
+    return t_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
 
 
 def plus_minus(values, spec: str = ".4f") -> str:
@@ -59,7 +81,7 @@ def save_page(out: Path, lines: list[str]) -> None:
     """Writes out.md; `out` has no suffix, since the page's figures begin with it too."""
     file = Path(f"{out}.md")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, "\n".join(lines).encode())
+    write_atomic(file, "\n".join(lines))
     print(f"written: {file}")
 
 
@@ -86,6 +108,7 @@ class Plot:
     curves: list
     settings: dict = field(default_factory=dict)  # of matplotlib's Axes.set
     half_widths: list = field(default_factory=list)  # of an interval at each point, if any
+    mark: float | None = None  # where a vertical line is drawn
 
 
 def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False) -> list[str]:
@@ -125,14 +148,15 @@ def draw(axes, plot: Plot, names: list[str]) -> None:
     for name, (x, y), half in zip(names, plot.curves, halves, strict=True):
         every = max(1, len(x) // 10)
         axes.errorbar(x, y, half, label=name, linewidth=1.4, markersize=5, markevery=every)
+    if plot.mark is not None:
+        axes.axvline(plot.mark, color="0.6", linewidth=1, zorder=0)
     axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel, **plot.settings)
     axes.grid(alpha=0.3)
 
 
-def depth_plot(losses: list[dict[int, float]], ylabel: str) -> Plot:
-    """Loss against depth on a logarithmic axis, losses as {depth: loss} of each run.
-
-    A run without a loop, whose only depth is 0, is a horizontal line across the others' depths.
+def depth_plot(losses: list[dict[int, float]], ylabel: str, trained: int = 0) -> Plot:
+    """Loss against depth on a logarithmic axis, losses as {depth: loss} of each run; trained: the
+    depth to mark, if any. A run without a loop, whose only depth is 0, is a horizontal line.
     """
     depths = sorted(set().union(*losses) - {0}) or [1]
     curves = []
@@ -144,4 +168,6 @@ def depth_plot(losses: list[dict[int, float]], ylabel: str) -> Plot:
         curves.append((np.log2(known), np.array(values, float)))
     first, last = np.log2([depths[0], depths[-1]]).astype(int)
     powers = np.arange(first, last + 1)
-    return Plot("depth, loops", ylabel, curves, {"xticks": powers, "xticklabels": 2**powers})
+    ticks = {"xticks": powers, "xticklabels": 2**powers}
+    mark = np.log2(trained) if trained else None
+    return Plot("depth, loops", ylabel, curves, ticks, mark=mark)

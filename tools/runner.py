@@ -1,0 +1,155 @@
+"""Runs trainings side by side, for tools.ablate and studies/.
+
+A training that is finished is not started again; one that was interrupted continues. What it
+prints goes to screen.txt in its folder.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from looped.machine import ROOT
+from looped.run import is_finished, read_log
+from train import BAD_STEPS
+
+TORCHRUN = "-m torch.distributed.run --standalone --local-addr=localhost"
+STATUS_SECONDS = 30
+
+
+@dataclass
+class Job:
+    """One training."""
+
+    name: str  # on the screen
+    flags: list[str]  # of train.py, without --out and --resume
+    folder: Path  # the run directory
+    code: Path = ROOT  # the checkout whose train.py runs
+    arm: str = ""  # when a training fails, those of its arm that wait are dropped
+
+
+def is_over(folder: Path) -> bool:
+    """Whether a training is finished, or was stopped for want of finite losses."""
+    if not (folder / "log.jsonl").exists():
+        return False
+    last = read_log(folder).train[-BAD_STEPS:]
+    skipped = sum(record.get("skipped", 0) for record in last)
+    return is_finished(folder) or skipped == BAD_STEPS
+
+
+def default_side_by_side() -> int:
+    """As many trainings as there are cards, or else cores."""
+    return torch.cuda.device_count() or os.cpu_count()
+
+
+# -------------------------------------------------------------------------------------------------
+# Running
+
+
+def launch(job: Job, slot: int, side_by_side: int, ranks: int) -> subprocess.Popen:
+    """Starts a training on the cores and cards of one of the places side by side."""
+    threads = max(1, os.cpu_count() // (side_by_side * ranks))
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    cards = torch.cuda.device_count()
+    if cards:
+        own = [str(i % cards) for i in range(slot * ranks, (slot + 1) * ranks)]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    launcher = [*TORCHRUN.split(), f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    line = [sys.executable, *launcher, job.code / "train.py", *job.flags]
+    line += ["--out", job.folder, "--resume"]
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with open(job.folder / "screen.txt", "a") as out:
+        # a session of its own: Ctrl-C reaches this process alone, which passes it on
+        return subprocess.Popen(line, stdout=out, stderr=out, env=env, start_new_session=True)
+
+
+def run_all(jobs: list[Job], side_by_side: int, ranks: int, ended) -> None:
+    """Trains what is not over, so many at a time.
+
+    ended(job, failed) is called for each training that is over, at once for those of before. An
+    exception from it ends the others, as Ctrl-C does; they save.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    over = [job for job in jobs if is_over(job.folder)]
+    waiting = [job for job in jobs if job not in over]
+    say(f"{len(waiting)} of {len(jobs)} trainings are left, {side_by_side} side by side")
+    for job in over:
+        ended(job, False)
+    running = {}  # {place: (job, process)}
+    shown = time.monotonic()
+    try:
+        while waiting or running:
+            free = set(range(side_by_side)) - running.keys()
+            for slot, job in zip(free, waiting):
+                running[slot] = job, launch(job, slot, side_by_side, ranks)
+            del waiting[: len(free)]
+            time.sleep(0.2)
+            over = [slot for slot, (_, process) in running.items() if process.poll() is not None]
+            for slot in over:
+                job, _ = running.pop(slot)
+                failed = not is_over(job.folder)
+                if failed:
+                    waiting = [other for other in waiting if other.arm != job.arm]
+                    say(f"{job.name} failed; {job.folder}/screen.txt ends with\n{error_of(job)}")
+                ended(job, failed)
+            if running and time.monotonic() - shown > STATUS_SECONDS:
+                say(progress([job for job, _ in running.values()], len(waiting)))
+                shown = time.monotonic()
+    except KeyboardInterrupt:
+        say("stopping: the trainings save; the same command continues")
+        sys.exit(130)
+    finally:
+        stop(running)
+
+
+def stop(running: dict) -> None:
+    """Asks the trainings to save and end, and waits for them."""
+    for _, process in running.values():
+        process.terminate()
+    for _, process in running.values():
+        process.wait()
+
+
+# -------------------------------------------------------------------------------------------------
+# The screen
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def error_of(job: Job, count: int = 40) -> str:
+    """The traceback, or the error of one line, that a training ended with: its last lines."""
+    lines = (job.folder / "screen.txt").read_text(errors="replace").splitlines()[-count:]
+    starts = [i for i, line in enumerate(lines) if line.startswith(("Traceback", "error:"))]
+    return "\n".join(lines[starts[-1] if starts else 0 :])
+
+
+def progress(running: list[Job], waiting: int) -> str:
+    """The step of each training, and the time left for all."""
+    parts = []
+    left = []  # seconds, of each training
+    whole = []
+    for job in running:
+        file = job.folder / "log.jsonl"
+        steps = read_log(file).train if file.exists() else []
+        if not steps:
+            parts.append(f"{job.name} starts")
+            continue
+        step = steps[-1]["step"]
+        total = json.loads((job.folder / "config.json").read_text())["steps"]
+        seconds = fmean(record["ms"] for record in steps[-50:]) / 1e3
+        parts.append(f"{job.name} {step}/{total}")
+        left.append((total - step) * seconds)
+        whole.append(total * seconds)
+    if left:
+        seconds = (sum(left) + waiting * fmean(whole)) / len(left)
+        parts.append(f"{waiting} waiting, {seconds / 60:.0f} min left")
+    return "  ".join(parts)

@@ -3,11 +3,12 @@ The comparisons of the sources as data: every experiment's arms, each a line of 
 with its place in a table and the source's numbers. Sources: the paper (Parcae; Prairie et al.
 2026) and the post (Exact-ZOH; Huang 2026).
 
-At the small scale (`nano`) an arm trains `budget` tokens for each parameter of the
-preset of that name (the RDM's models are smaller); at the others the source's tokens. To add a
-comparison, write a function of the scale's name under @experiment(…).
+At the small scale (`nano`) an arm usually trains 20 tokens for each parameter of the preset of that
+name (the RDM's models are smaller); at the others the source's tokens. To add a comparison, write a
+function of the scale's name under @experiment(…).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
@@ -18,12 +19,11 @@ import pandas as pd
 from train import RECIPES
 
 SOURCES = Path(__file__).with_name("sources.csv")  # of: a depth, or a score
-
-LENGTHS = {"140m": 11.2e9, "370m": 29.6e9, "770m": 61.6e9, "1.3b": 104e9}  # the paper's tokens
 SMALL = "nano"
-UP_TO_80 = (20, 40, 80)  # tokens a parameter at the small scale
-TRANSFORMER = ("nano", "140m", "370m", "770m", "1.3b")  # sizes of the paper's two setups
+LENGTHS = {"140m": 11.2e9, "370m": 29.6e9, "770m": 61.6e9, "1.3b": 104e9}  # the paper's tokens
+TRANSFORMER = ("nano", *LENGTHS)  # sizes of the paper's two setups
 RDM = ("nano", "100m", "350m")
+UP_TO_80 = (20, 40, 80)  # tokens a parameter at the small scale
 
 
 @dataclass
@@ -32,8 +32,7 @@ class Arm:
     col: str = ""
     preset: str = "parcae"  # without its size
     flags: str = ""
-    tokens: float = 0  # the source's
-    budget: float = 20  # tokens a parameter at the small scale; 0: `tokens` there too
+    tokens: float = 0
     flops: float = 0  # training FLOPs, instead of tokens
     equal_flops: bool = False  # trains the FLOPs that the looped model needs for its tokens
     source: dict = field(default_factory=dict)  # {depth, "mu_rec" or score: the source's number}
@@ -49,14 +48,14 @@ class Experiment:
     scales: tuple[str, ...]
     tables: Callable[[str], list[list[Arm]]]  # of the scale's name
     depths: str = "1,2,4,8,16"  # evaluated
-    unit: str = "loss in nats a token"  # of the table, or perplexity
-    # differences are to the table's first arm of the same column ("row") or row ("col")
-    base: str = "row"
+    perplexity: bool = False  # the source's unit: its numbers are shown as their logarithms
+    within: str = "col"  # differences are to the first arm of the same column, or row
     stepwise: bool = False  # differences are to the arm before instead
     panels: tuple[str, ...] = ("training loss", "loss by depth", "state norm", "residual")
     split: str = ""  # a panel of each kind for every "row" or "col"
     flags: str = ""  # of all arms
     seeds: int = 4  # at the small scale; 1 at the others
+    fits: bool = False  # the page ends in the fits of studies/laws.py
 
 
 EXPERIMENTS = {}
@@ -72,29 +71,31 @@ def experiment(title: str, scales: tuple[str, ...], **fields):
     return enter
 
 
-def source_numbers(name: str) -> pd.DataFrame:
-    """What the sources print of an experiment."""
-    known = pd.read_csv(SOURCES, dtype=str, keep_default_na=False)
-    return known[known.experiment == name]
-
-
 def tables_of(name: str, scale: str) -> list[list[Arm]]:
     """The arms of an experiment, a list for each of its tables, with the source's numbers."""
     tables = EXPERIMENTS[name].tables(scale)
-    known = source_numbers(name)
+    known = pd.read_csv(SOURCES, dtype=str, keep_default_na=False).query("experiment == @name")
     if scale not in set(known.scale):
         scale = next(iter(known.scale), scale)  # beside the smallest of the source's
     for number in known[known.scale == scale].itertuples():
         of = int(number.of) if number.of.isdigit() else number.of
+        value = number.value
+        if EXPERIMENTS[name].perplexity and of in {"mu_rec", *range(99)}:
+            value = f"{math.log(float(value)):.3f}"
         for arm in tables[int(number.table)]:
             if (arm.row, arm.col) == (number.row, number.col):
-                arm.source[of] = number.value
+                arm.source[of] = value
     return tables
 
 
 def rows(flags: dict[str, str], **same) -> list[Arm]:
     """An arm for each row's flags."""
     return [Arm(row, flags=text, **same) for row, text in flags.items()]
+
+
+def length(scale: str, source: float, ratio: float = 20) -> float:
+    """Tokens: the source's, or at the small scale those of the recipe, which has 20 a parameter."""
+    return RECIPES[SMALL].tokens * ratio / 20 if scale == SMALL else source
 
 
 # -- the two gains
@@ -110,7 +111,7 @@ def no_stochastic_depth(scale) -> str:
 @experiment(
     "Euler against Exact-ZOH (post, Validation Loss)",
     TRANSFORMER,
-    base="col",
+    within="row",
     split="row",
     seeds=8,
     panels=("validation loss", "difference by depth"),
@@ -118,20 +119,18 @@ def no_stochastic_depth(scale) -> str:
 def gains(scale):
     """At the small scale with the paper's initial decay √(1/5) and a higher one."""
     recipes = {"Fixed no-SD": no_stochastic_depth(scale), "Paper-style": ""}
-    decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
-    arms = []
+    lengths = [*product(recipes, ("0.2B", "0.5B")), ("Paper-style", "11.2B")]
+    trained = {f"{name}, {B}": (recipes[name], float(B[:-1]) * 1e9) for name, B in lengths}
     if scale == SMALL:
-        for name, budget, decay in product(recipes, UP_TO_80, decays):
-            row = f"{name}, decay {decay}, {budget} tokens/parameter"
-            arms += both_gains(row, f"{recipes[name]} {decays[decay]}", budget=budget)
-        return [arms]
-    for name, tokens in [*product(recipes, (0.2e9, 0.5e9)), ("Paper-style", 11.2e9)]:
-        arms += both_gains(f"{name}, {tokens / 1e9:g}B", recipes[name], tokens=tokens)
+        trained = {}
+        decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
+        for name, ratio, decay in product(recipes, UP_TO_80, decays):
+            row = f"{name}, decay {decay}, {ratio} tokens/parameter"
+            trained[row] = (f"{recipes[name]} {decays[decay]}", length(scale, 0, ratio))
+    arms = []
+    for (row, (flags, tokens)), gain in product(trained.items(), ("euler", "zoh")):
+        arms.append(Arm(row, gain, flags=f"{flags} --gain {gain}", tokens=tokens))
     return [arms]
-
-
-def both_gains(row: str, flags: str, **length) -> list[Arm]:
-    return [Arm(row, gain, flags=f"{flags} --gain {gain}", **length) for gain in ("euler", "zoh")]
 
 
 # -- stability
@@ -141,7 +140,7 @@ def both_gains(row: str, flags: str, **length) -> list[Arm]:
     "Learning rates that each looped model bears (paper, training instability)",
     RDM,
     depths="1,4,8",
-    base="col",
+    within="row",
     split="col",
     seeds=1,
     panels=("training loss", "ρ(Ā)", "state norm", "residual"),
@@ -157,7 +156,7 @@ def stability(scale):
     if scale == SMALL:
         rates.append(4e-3)
         factor = 16
-    tokens = 3.8e9 if scale == "350m" else 1.1e9  # ten a parameter
+    tokens = length(scale, 3.8e9 if scale == "350m" else 1.1e9)  # ten a parameter
     models = [  # of the paper's table, with the highest rate at which each converges
         ("Base (pre-norm concat)", "rdm", "--block prenorm", 2e-4),
         ("Res. Norm (concat)", "rdm", "", 4e-4),
@@ -189,7 +188,7 @@ def components(scale):
         changes["+ constrained Ā"] = batch
     changes["+ per-sequence depth"] = "--no-prelude-norm"
     changes["+ prelude norm"] = "--prelude-norm"
-    return [rows(changes, tokens=LENGTHS.get(scale, 0))]
+    return [rows(changes, tokens=length(scale, LENGTHS.get(scale)))]
 
 
 # -- against other models
@@ -198,14 +197,14 @@ LAW = ("validation loss", "loss by depth")
 
 
 @experiment(
-    "Looped against flat (paper, table 4)", TRANSFORMER, unit="perplexity", panels=LAW, split="col"
+    "Looped against flat (paper, table 4)", TRANSFORMER, perplexity=True, panels=LAW, split="col"
 )
 def baseline(scale):
     """The paper trains 80 tokens a parameter. The last two rows of a column are ours."""
     arms = []
     for budget in UP_TO_80 if scale == SMALL else (80,):
-        at = {"col": f"{budget} tokens/parameter", "budget": budget}
-        at["tokens"] = LENGTHS.get(scale, 0)
+        tokens = length(scale, LENGTHS.get(scale), budget)
+        at = {"col": f"{budget} tokens/parameter", "tokens": tokens}
         arms += [
             Arm("Transformer", preset="transformer", **at),
             Arm("Parcae", **at),
@@ -218,14 +217,14 @@ def baseline(scale):
 @experiment(
     "Looped against flat at 30M tokens of the next size",
     ("nano",),
-    unit="perplexity",
+    perplexity=True,
     panels=LAW,
     seeds=1,
 )
 def bridge(scale):
     """The looped model and its flat twin at twice the width and four times the vocabulary, all else as in `nano`."""
     size = "--vocab-size 4096 --d-model 128 --n-head 2 --d-mlp 512"
-    at = {"flags": size, "tokens": 30e6, "budget": 0}
+    at = {"flags": size, "tokens": 30e6}
     return [[Arm("Transformer", preset="transformer", **at), Arm("Parcae", **at)]]
 
 
@@ -256,38 +255,34 @@ def frame(scale):
         "mu_rec 2, random start": "--mu-rec 2 --state-init like-init",
         "mu_rec 2, fixed depth": "--mu-rec 2 --sampling fixed",
     }
-    return [[*rows(changes), Arm("Transformer", preset="transformer")]]
+    at = {"tokens": length(scale, 0)}
+    return [[*rows(changes, **at), Arm("Transformer", preset="transformer", **at)]]
 
 
-@experiment("Parcae against the RDM (paper, table 1)", RDM, depths="1,4,8,16", unit="perplexity")
+@experiment("Parcae against the RDM (paper, table 1)", RDM, depths="1,4,8,16", perplexity=True)
 def rdm(scale):
     """Table 1's models; tools/lm_eval.py gives WikiText and the zero-shot tasks."""
+    tokens = length(scale, 10e9)
     return [
-        [Arm("RDM", preset="rdm", tokens=10e9), Arm("Parcae", preset="parcae-rdm", tokens=10e9)]
+        [Arm("RDM", preset="rdm", tokens=tokens), Arm("Parcae", preset="parcae-rdm", tokens=tokens)]
     ]
 
 
 # -- depth in training
 
-BY_DEPTH = (
-    "training loss",
-    "validation at 1",
-    "validation at 4",
-    "validation at 8",
-    "validation at 16",
-)
+BY_DEPTH = ("training loss", *(f"validation at {depth}" for depth in (1, 4, 8, 16)))
 
 
 @experiment(
     "Depth per batch against depth per sequence (paper, appendix)",
     RDM,
     depths="1,4,8,16",
-    unit="perplexity",
+    perplexity=True,
     panels=(*BY_DEPTH, "state norm", "residual"),
 )
 def granularity(scale):
     units = {"per batch": "--granularity batch", "per sequence": "--granularity sequence"}
-    return [rows(units, preset="parcae-rdm", tokens=10e9)]
+    return [rows(units, preset="parcae-rdm", tokens=length(scale, 10e9))]
 
 
 @experiment(
@@ -304,7 +299,7 @@ def sampling(scale):
         "fill": f"{eight} poisson-fill",
         "truncated-full": f"{eight} poisson-truncated-full",
     }
-    return [rows(laws, preset="parcae-rdm", tokens=10e9)]
+    return [rows(laws, preset="parcae-rdm", tokens=length(scale, 10e9))]
 
 
 @experiment(
@@ -324,7 +319,7 @@ def backward(scale):
         for rec, bwd in means:
             law = "--sampling poisson-lognormal-fill --granularity batch"
             changes[f"mu_rec {rec}, mu_bwd {bwd}"] = f"{law} --mu-rec {rec} --mu-bwd {bwd}"
-        tables.append(rows(changes, preset="rdm", tokens=tokens))
+        tables.append(rows(changes, preset="rdm", tokens=length(scale, tokens)))
     return tables
 
 
@@ -345,8 +340,10 @@ def mechanisms(scale):
         raw[f"Raw loop{name}"] = f"{probe} --injection none{flags}"
         parcae[f"Parcae{name}"] = probe + flags
     raw["PLC / Parcae"] = probe
-    short = rows(parcae, col="shorter", tokens=0.2e9, budget=8)
-    return [rows(raw, tokens=0.5e9), [*short, *rows(parcae, col="longer", tokens=0.5e9)]]
+    shorter = 2758144 if scale == SMALL else 0.2e9
+    longer = length(scale, 0.5e9)
+    short = rows(parcae, col="shorter", tokens=shorter)
+    return [rows(raw, tokens=longer), [*short, *rows(parcae, col="longer", tokens=longer)]]
 
 
 # -- scaling
@@ -357,6 +354,7 @@ CURVES = {
     "flags": "--eval-every 1000000000",  # validation at the end only: it is dear at so many depths
     "panels": LAW,
     "seeds": 1,
+    "fits": True,
 }
 # In FLOPs. The budgets of `nano` are 11 to 175 tokens a parameter at mu_rec 8.
 BUDGETS = {
@@ -382,7 +380,7 @@ def isoflop(scale):
 @experiment("Test-time depth for six mu_rec (paper, figure 7)", tuple(BUDGETS), **CURVES)
 def testtime(scale):
     mus = {f"mu_rec {mu}": f"--mu-rec {mu}" for mu in (2, 4, 6, 8, 10, 12)}
-    return [rows(mus, tokens=11.2e9)]
+    return [rows(mus, tokens=length(scale, 11.2e9))]
 
 
 @experiment("Test-time depth over model sizes (paper, figure 6)", ("nano", "140m"), **CURVES)
@@ -393,6 +391,6 @@ def sizes(scale):
     if scale == SMALL:
         lengths = {32: 2710400, 64: 6.9e6, 96: 12552320}  # {width: tokens}
         shapes = {d: f"--d-model {d} --d-mlp {4 * d}" for d in lengths}
-        return [[Arm(f"d {d}", flags=shapes[d], tokens=D, budget=0) for d, D in lengths.items()]]
+        return [[Arm(f"d {d}", flags=shapes[d], tokens=D) for d, D in lengths.items()]]
     models = LENGTHS.items()
     return [[Arm(size, flags=f"--preset parcae-{size}", tokens=D) for size, D in models]]

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import poisson
 
-from looped.console import Parser, fail, positive_int, run_cli
+from looped.common import Parser, positive_int
 from looped.depth import sample_depths
-from looped.figures import Plot, figure, fmt, save_page, table
 from model import ModelConfig
+from tools.figures import Plot, figure, fmt, save_page, table
 
 SEQUENCES = 200_000
 OUT = Path("results/depth-laws")
@@ -25,13 +25,15 @@ def formulas(depths, mu_rec: int, mu_bwd: int) -> dict:
     full[1] += full[0]  # a depth of 0 counts as 1
     full[0] = 0
     n = depths - mu_bwd
+    without = mu_rec - mu_bwd
     # n ~ Poisson(e^τ) + 1, τ normal of sigma 1/2, the mean of e^τ mu_rec - mu_bwd
     x, weight = np.polynomial.hermite_e.hermegauss(60)
-    rates = np.exp(0.5 * x - 0.125) * (mu_rec - mu_bwd)
+    rates = np.exp(0.5 * x - 0.125) * without
+    mixed = poisson.pmf(n[:, None] - 1, rates) @ weight
     return {
         "poisson-truncated-full": full,
-        "poisson-fill": poisson.pmf(n, mu_rec - mu_bwd),
-        "poisson-lognormal-fill": poisson.pmf(n[:, None] - 1, rates) @ (weight / weight.sum()),
+        "poisson-fill": poisson.pmf(n, without),
+        "poisson-lognormal-fill": mixed / weight.sum(),
     }
 
 
@@ -44,12 +46,10 @@ def main(argv=None):
     plots = []
     rows = []
     for law, formula in formulas(depths, **loops).items():
-        try:
-            cfg = ModelConfig(sampling=law, **loops)
-        except ValueError as e:
-            fail(e)
+        cfg = ModelConfig(sampling=law, **loops)
         n, k = sample_depths(cfg, 0, 0, SEQUENCES)
-        drawn = np.bincount(n + k, minlength=len(depths))[: len(depths)] / SEQUENCES
+        counts = np.bincount(n + k, minlength=len(depths))
+        drawn = counts[: len(depths)] / SEQUENCES
         plots.append(Plot("depth, loops", law, [(depths, drawn), (depths, formula)]))
         gap = abs(drawn - formula).max()
         rows.append([law, fmt(drawn @ depths), fmt(formula @ depths), fmt(gap)])
@@ -61,4 +61,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    main()

@@ -6,102 +6,95 @@ and writes a page.
     python -m studies.experiments gains --only "20 tokens" --seeds 0,1,2,3
     python -m studies.experiments baseline --scale 140m --data DATA --ranks 8 --core # GPUs
     python -m studies.experiments stability -- --batch-size 32 # after --: for every train.py
-    python -m studies.experiments gains --dry-run # only prints the commands that are left to do
+    python -m studies.experiments gains --dry-run # what is left to do, and its hours
     python -m studies.experiments rdm --page # only writes the page, from the ledger
 
 Runs are kept in runs/studies/: a begun one continues; one in results/ledger/ (same flags, seed
-and data) is not repeated; one that another process is training counts as failed. Written:
-results/NAME-SCALE.md (for the default rows NAME-SCALE-stdlib.md) and its figures, replacing older
-ones. A run that diverges is a result.
+and data) is not repeated. Written: results/NAME-SCALE.md (for the default rows NAME-SCALE-stdlib.md)
+and its figures. New runs with flags after --, for a page of one's own (--out) or of edited code
+have their ledger beside that page. A run that diverges is a result.
 """
 
-import json
 import os
+import re
 import shlex
-import signal
 import subprocess
 import sys
+import tempfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 import train
 from dataloader import PackedData
-from looped.console import Parser, fail, non_negative_ints, positive_int, positive_ints, run_cli
-from looped.machine import ONE_PROCESS
-from model import PRESETS, parameter_count
+from looped.common import Parser, fail, ints, positive_int
+from looped.machine import ONE_PROCESS, ROOT, code_hash
+from model import PRESETS, config_of, parameter_count
 from studies import ledger
-from studies.comparisons import EXPERIMENTS, SMALL, Arm, tables_of
+from studies.comparisons import EXPERIMENTS, SMALL, UP_TO_80, Arm, tables_of
+from studies.laws import rows_of, write_fit
 from studies.pages import write_page
+from tools import runner
 
-ROOT = Path(__file__).resolve().parent.parent
 RUNS = Path("runs/studies")
-OWN = {"--seed", "--data", "--eval-depths", "--out", "--stop-at"}  # train.py's, set here
+CORE_SPEED = 1e11  # training FLOPs a second of one core, as in most runs of the ledger
+CARD_SPEED = 4e14  # of an H100, at 40 % of its peak
+HELD_OUT = (
+    "Held out: the ledger's other runs of the same model, rows and recipe with mu_bwd half of "
+    "mu_rec, at 20, 40 or 80 tokens a parameter, seeds 0 to 7."
+)
 
 
 @dataclass
-class Job:
+class Training(runner.Job):
     """One training, which several arms may share."""
 
-    path: Path
-    flags: list[str]  # of train.py
-    settings: dict
-    flops: float
-    depths: set[int]
-    dtype: str  # auto: either
-    rows: str = ""  # their hash, or its beginning
+    settings: dict = field(default_factory=dict)
+    flops: float = 0
+    depths: set[int] = field(default_factory=set)
+    dtype: str = "auto"  # either
     arms: list[Arm] = field(default_factory=list)
     line: dict | None = None  # of the ledger
 
-    def accepts(self, line: dict) -> bool:
-        """Whether a run of these settings had the rows and the dtype, and was evaluated at the
-        depths; a diverged one need not be.
+    def accepts(self, line: dict, rows: str) -> bool:
+        """Whether a run of these settings had the length, the rows (their hash, or its beginning)
+        and the dtype, and was evaluated at the depths; a diverged one need not be.
         """
-        same_rows = line["data"].startswith(self.rows)
-        same_dtype = self.dtype in ("auto", line["dtype"])
-        evaluated = bool(line["diverged_at"]) or self.depths <= line["loss"].keys()
-        return same_rows and same_dtype and evaluated
-
-    def finished(self) -> dict | None:
-        """The line of the run directory, if the run is done."""
-        line = ledger.record(self.path)
-        return line if line and self.accepts(line) else None
-
-    def output(self) -> Path:
-        """What train.py prints."""
-        return Path(f"{self.path}.txt")
+        steps = self.settings["steps"]
+        # a length in FLOPs is not always the same to the step: their count has changed a little
+        other_length = abs(line["settings"]["steps"] - steps) > 0.002 * steps
+        other_dtype = self.dtype not in ("auto", line["dtype"])
+        if other_length or other_dtype or not line["data"].startswith(rows):
+            return False
+        return bool(line["diverged_at"]) or self.depths <= line["loss"].keys()
 
 
 # -- what to run
 
 
-def preset(family: str, scale: str) -> str:
+def preset(family: str, scale: str) -> list[str]:
     """The small scale's Parcae has the scale's name alone."""
     name = f"{family}-{scale}"
-    return name if name in PRESETS else scale
+    return ["--preset", name if name in PRESETS else scale]
+
+
+def settled(flags: list[str]):
+    """-> train.py's arguments, network and steps for these flags, which it may refuse."""
+    args = train.parse_args(flags)
+    cfg = train.model_config(args)
+    return args, cfg, train.settle(args, cfg)
 
 
 def length_flags(arm: Arm, args) -> list[str]:
-    """--tokens or --flops of an arm."""
+    if arm.equal_flops:
+        _, looped, _ = settled([*preset("parcae", args.scale), *args.extra])
+        return ["--flops", f"{arm.tokens * looped.flops_per_token():.6g}"]
     if arm.flops:
         return ["--flops", f"{arm.flops:g}"]
-    tokens = arm.tokens
-    if arm.equal_flops or args.scale == SMALL:
-        name = preset("parcae", args.scale)
-        looped = train.model_config(train.parse_args(["--preset", name, *args.extra]))
-    if args.scale == SMALL and arm.budget:
-        tokens = arm.budget * parameter_count(looped)
-        recipe = train.recipe_of(name).tokens
-        whole = round(tokens / recipe) * recipe
-        if abs(whole - tokens) < 0.03 * tokens:  # near the recipe's length: exactly that
-            tokens = whole
-    if arm.equal_flops:
-        return ["--flops", f"{tokens * looped.flops_per_token():.6g}"]
-    return ["--tokens", f"{tokens:.0f}"]
+    return ["--tokens", f"{arm.tokens:.0f}"]
 
 
 def arm_flags(arm: Arm, args) -> list[str]:
@@ -109,10 +102,10 @@ def arm_flags(arm: Arm, args) -> list[str]:
     the user's own come last.
     """
     experiment = EXPERIMENTS[args.name]
-    flags = ["--preset", preset(arm.preset, args.scale), *length_flags(arm, args)]
+    flags = preset(arm.preset, args.scale) + length_flags(arm, args)
     flags += experiment.flags.split()
     # train.py's own choice of depths is measured at the end of a run only
-    if arm.preset != "transformer" and experiment.depths != train.FINAL_DEPTHS:
+    if arm.preset != "transformer" and ints(experiment.depths) != train.FINAL_DEPTHS:
         flags += ["--eval-depths", experiment.depths]
     flags += arm.flags.split()
     if args.data:
@@ -120,146 +113,151 @@ def arm_flags(arm: Arm, args) -> list[str]:
     return flags + args.extra
 
 
-def jobs_of(args, arms: list[Arm]) -> list[Job]:
-    """The trainings of the arms that --only names, short ones first, then by seed; equal trainings
-    are one job.
-    """
+def name_lengths(arms: list[Arm], args) -> None:
+    """With flags after -- the names say how many tokens a parameter the runs have."""
+    for arm in arms:
+        looped = Arm(tokens=arm.tokens, flops=arm.flops)
+        given, cfg, _ = settled(arm_flags(looped, args))
+        ratio = float(f"{given.tokens / parameter_count(cfg):.2g}")
+        for place in ("row", "col"):
+            name = re.sub(r"\d+ tokens/", f"{ratio:g} tokens/", getattr(arm, place))
+            setattr(arm, place, name)
+
+
+def training_of(arm: Arm, seed: int, args) -> Training:
+    flags = [*arm_flags(arm, args), "--seed", str(seed)]
+    given, cfg, steps = settled(flags)
+    label = re.sub(r"[^\w.]+", "-", arm.name()).strip("-")
+    told = " ".join([*flags, args.code])
+    folder = RUNS / args.out.name / f"{label}-{zlib.crc32(told.encode()):08x}-s{seed}"
+    training = Training(f"{arm.name()}, seed {seed}", flags, folder, arm=arm.name())
+    training.settings = ledger.settings_of(vars(given), vars(cfg), steps)
+    training.flops = steps * given.batch_size * cfg.seq_len * cfg.flops_per_token()
+    if cfg.n_core:
+        training.depths = set(ints(EXPERIMENTS[args.name].depths))
+    training.dtype = given.dtype
+    return training
+
+
+def trainings_of(args, arms: list[Arm]) -> list[Training]:
+    """The trainings of the arms, short ones first, then by seed; equal ones are one."""
     found = {}
     for arm in arms:
-        if not any(text in arm.name() for text in args.only):
-            continue
-        flags = arm_flags(arm, args)
-        settings, flops = ledger.wanted_settings(flags, args.ranks)
-        given = train.parse_args(flags)
-        told = [settings, str(args.data)]
-        if given.dtype != "auto":
-            told.append(given.dtype)
-        digest = zlib.crc32(json.dumps(told, sort_keys=True).encode())
-        name = f"{given.preset}-{digest:08x}"
-        depths = positive_ints(EXPERIMENTS[args.name].depths) if settings["n_core"] else []
         for seed in args.seeds:
-            path = RUNS / f"{name}-s{seed}"
-            own = [*flags, "--seed", str(seed), "--out", str(path), "--resume"]
-            job = Job(path, own, settings | {"seed": seed}, flops, set(depths), given.dtype)
-            found.setdefault(path, job).arms.append(arm)
-    return sorted(found.values(), key=lambda job: (job.flops, job.settings["seed"]))
+            training = training_of(arm, seed, args)
+            training = found.setdefault(tuple(training.flags), training)
+            training.arms.append(arm)
+    return sorted(found.values(), key=lambda x: (x.flops, x.settings["seed"]))
 
 
 # -- running
 
 
-def launcher(ranks: int) -> list[str]:
-    """What starts a script on so many ranks."""
-    if ranks == 1:
-        return [sys.executable]
-    torchrun = "-m torch.distributed.run --standalone --local-addr=localhost"  # as in speedrun.sh
-    return [sys.executable, *torchrun.split(), f"--nproc_per_node={ranks}"]
+def add_to_ledger(training: Training, args) -> None:
+    line = ledger.record(training.folder)
+    ledger.append(line, args.ledger / f"{line['data'][:10]}.jsonl")
 
 
-def launch(job: Job, ranks: int, threads: int, children: list) -> None:
-    """Runs one train.py, a new member of children, its output going to a .txt beside the run, and
-    adds the finished run to the ledger.
-    """
-    if not job.finished():
-        command = [*launcher(ranks), ROOT / "train.py", *job.flags]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        with open(job.output(), "a") as file:
-            child = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-            children.append(child)
-            child.wait()
-    line = job.finished()
-    if line:
-        ledger.append(line)
-        print(f"{job.path}: loss {line['loss']}, {line['minutes']:.1f} min", flush=True)
+def train_all(trainings: list[Training], args) -> None:
+    """Trains side by side; what is finished goes to the ledger at once."""
+
+    def ended(training: Training, failed: bool) -> None:
+        if not failed:
+            add_to_ledger(training, args)
+
+    runner.run_all(trainings, args.jobs, args.ranks, ended)
 
 
-def run_all(jobs: list[Job], args) -> None:
-    """Trains side by side, each with its share of the cores. A signal ends the trainings, which save."""
-    RUNS.mkdir(parents=True, exist_ok=True)
-    # however few are left to train: with other threads a run rounds otherwise
-    threads = max(1, (os.cpu_count() or 1) // args.jobs)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    children = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        try:
-            list(pool.map(launch, jobs, repeat(args.ranks), repeat(threads), repeat(children)))
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in children:
-                child.terminate()
-            raise
-
-
-def refuse_failed(jobs: list[Job]) -> None:
-    text = jobs[0].output()
-    last = text.read_text(errors="replace").strip().split("\n")[-1]
-    fail(f"{len(jobs)} of the trainings failed; {text} ends with: {last}")
-
-
-def evaluate_core(jobs: list[Job], args) -> None:
+def evaluate_core(trainings: list[Training], args) -> None:
     """core_eval.py on finished runs that are here; adds their lines again, with scores."""
-    for job in jobs:
-        line = job.finished()
+    launcher = [sys.executable]
+    if args.ranks > 1:
+        launcher += [*runner.TORCHRUN.split(), f"--nproc_per_node={args.ranks}"]
+    for training in trainings:
+        line = ledger.record(training.folder)
         if not line or line["diverged_at"]:
             continue
-        command = [*launcher(args.ranks), ROOT / "core_eval.py", job.path, *args.core.split()]
+        command = [*launcher, ROOT / "core_eval.py", training.folder, *args.core.split()]
         if subprocess.run(command).returncode:
-            fail(f"core_eval.py failed on {job.path}, see above; the same command continues there")
-        ledger.append(job.finished())
+            fail(f"core_eval.py failed on {training.folder}, see above")
+        add_to_ledger(training, args)
 
 
 # -- the ledger
 
 
-def look_up(jobs: list[Job]) -> list[Job]:
-    """Gives each job its line of the ledger; -> jobs without one."""
-    lines = ledger.read_ledger().items()
-    used = set()
-    for job in jobs:
-        wanted = ledger.identity(job.settings)
-        for (settings, data, _), line in lines:
-            if settings == wanted and job.accepts(line):
-                job.line = job.line or line  # of runs in both dtypes the one recorded first
-                used.add(data[:10])
+def edited_code() -> str:
+    """The hash of the code that decides numbers, where it is not the last commit's."""
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True)
+    if archive.returncode:  # no checkout
+        return ""
+    with tempfile.TemporaryDirectory() as head:
+        subprocess.run(["tar", "-x", "-C", head], input=archive.stdout, check=True)
+        committed = code_hash(Path(head))
+    here = code_hash(ROOT)
+    return here if here != committed else ""
+
+
+def known_lines(args) -> list[dict]:
+    """The tracked ledger's, which stand for the committed code, and those beside the page."""
+    folders = [args.ledger] if args.code else dict.fromkeys([ledger.LEDGER, args.ledger])
+    files = [file for folder in folders for file in sorted(folder.glob("*.jsonl"))]
+    return ledger.read_ledger(files)
+
+
+def without_length(settings: dict) -> frozenset:
+    return ledger.identity(settings | {"steps": None})
+
+
+def look_up(trainings: list[Training], lines: list[dict], rows: str) -> list[Training]:
+    """Gives each training its line of the ledger; -> those without one."""
+    by_settings = {}
+    for line in lines:
+        by_settings.setdefault(without_length(line["settings"]), []).append(line)
+    for training in trainings:
+        same = by_settings.get(without_length(training.settings), [])
+        fitting = [line for line in same if training.accepts(line, rows)]
+        training.line = (fitting or [None])[0]  # of runs in both dtypes the first recorded
+    used = {training.line["data"][:10] for training in trainings if training.line}
     if len(used) > 1:
-        names = " and ".join(sorted(used))
-        advice = "give one of these as --data, and a page's name as --out"
-        fail(f"{ledger.LEDGER} has such runs on rows {names}; {advice}")
-    return [job for job in jobs if not job.line]
+        fail(f"the ledger has such runs on rows {' and '.join(sorted(used))}; give one as --data")
+    return [training for training in trainings if not training.line]
 
 
-def fill_arms(jobs: list[Job]) -> None:
-    """Gives each arm the lines of its jobs, by seed."""
-    for job in jobs:
-        if job.line:
-            for arm in job.arms:
-                arm.runs.append(job.line)
-
-
-def rows_hash(jobs: list[Job], args) -> str:
-    """The hash of --data, or of train.py's default rows, which are made if need be. If they are not
-    at hand, a page takes any that begins with --data, and a dry run none.
+def rows_hash(args, flags: list[str]) -> str:
+    """The hash of --data, or of train.py's default rows, made if they are not there; where nothing is
+    trained --data may also be the hash, or its beginning.
     """
-    given = train.parse_args(jobs[0].flags)
-    cfg = train.model_config(given)
-    folder = Path(args.data or train.default_rows(cfg))
-    if (folder / "manifest.json").is_file():
-        return PackedData(folder).sha256()
-    if args.page:
-        return args.data or ""
-    if args.dry_run:
-        return "not at hand"
-    if args.scale != SMALL and not args.data:
-        fail(f"--scale {args.scale} needs --data, e.g. data/fineweb-edu-v32768/rows-2048-crop")
-    return train.open_data(given, cfg, ONE_PROCESS).sha256()
+    folder = args.data
+    if not args.data and not args.page and not args.dry_run:
+        folder = train.default_rows(settled(flags)[1], ONE_PROCESS)
+    if folder and Path(folder, "manifest.json").is_file():
+        return PackedData(Path(folder)).sha256
+    return args.data or ""
+
+
+def held_out(fitted: list[dict], lines: list[dict]) -> list[dict]:
+    """The runs that the laws have to predict, see HELD_OUT."""
+    wanted = family(fitted[-1])
+    found = []
+    for line in lines:
+        off = [abs(line["tokens_per_param"] / usual - 1) for usual in UP_TO_80]
+        asked = line["seed"] < 8 and min(off) < 0.05 and not line["diverged_at"]
+        if asked and line not in fitted and family(line) == wanted:
+            found.append(line)
+    return found
+
+
+def family(line: dict) -> dict:
+    """What held-out runs share with the fitted ones: all but length, seed and mu_rec."""
+    known = ledger.defaults() | line["settings"]
+    usual = config_of(known | {"mu_bwd": 0})
+    half = known["mu_bwd"] == usual.mu_bwd
+    ignored = dict.fromkeys(("steps", "seed", "mu_rec", "mu_bwd"))
+    return known | ignored | {"data": line["data"], "half with gradient": half}
 
 
 # -- main
-
-
-def texts(line: str) -> list[str]:
-    """What stands between semicolons."""
-    return [text.strip() for text in line.split(";") if text.strip()]
 
 
 def parse_args(argv):
@@ -268,28 +266,43 @@ def parse_args(argv):
     add = parser.add_argument
     add("name", choices=EXPERIMENTS, help="the comparison")
     add("--scale", default="nano", help="size of the presets (default: %(default)s)")
-    seeds = "between commas (default: the comparison's own at nano, else 0)"
-    add("--seeds", type=non_negative_ints, help=seeds)
-    rows = "packed rows, or for --page the beginning of their hash"
-    add("--data", help=f"{rows} (default at nano: Python's own library)")
-    only = "arms whose name has one of these texts, between semicolons (default: all)"
-    add("--only", type=texts, default=[""], help=only)
+    add("--seeds", type=ints, help="between commas (default: the comparison's own at nano, else 0)")
+    add(
+        "--data",
+        help="packed rows, or for --page the beginning of their hash (default at nano: "
+        "Python's own library)",
+    )
+    add(
+        "--only",
+        default="",
+        help="arms whose name has one of these texts, between semicolons (default: all)",
+    )
     jobs = 1 if torch.cuda.is_available() else os.cpu_count() or 1
-    side = "trainings side by side, each with its share of the cores (default: %(default)s)"
-    add("--jobs", type=positive_int, default=jobs, help=side)
+    add(
+        "--jobs",
+        type=positive_int,
+        default=jobs,
+        help="trainings side by side, each with its share of the cores (default: %(default)s)",
+    )
     add(
         "--ranks",
         type=positive_int,
         default=1,
         help="processes of a training, one a GPU (default: %(default)s)",
     )
-    panel = "--panel core-extended"
-    core = f"also run core_eval.py, with these flags (default: {panel})"
-    add("--core", nargs="?", const=panel, help=core)
-    page = "results/NAME-SCALE, and -stdlib without --data"
-    add("--out", type=Path, help=f"the page, without suffix (default: {page})")
+    add(
+        "--core",
+        nargs="?",
+        const="--panel core-extended",
+        help="also run core_eval.py, with these flags (default: --panel core-extended)",
+    )
+    add(
+        "--out",
+        type=Path,
+        help="the page, without suffix (default: results/NAME-SCALE, and -stdlib without --data)",
+    )
     add("--page", action="store_true", help="train nothing, write the page")
-    add("--dry-run", action="store_true", help="print the commands that are left to do, and stop")
+    add("--dry-run", action="store_true", help="say what is left to do, and stop")
     args = parser.parse_args(argv[:cut])
     args.extra = argv[cut + 1 :]
     told = [word for word in argv if word != "--page"]
@@ -298,54 +311,92 @@ def parse_args(argv):
 
 
 def settle(args) -> None:
-    """Fills in defaults that depend on others, and refuses what does not fit together."""
+    """Fills in defaults that depend on others."""
     experiment = EXPERIMENTS[args.name]
     small = args.scale == SMALL
     if args.scale not in experiment.scales:
         names = ", ".join(experiment.scales)
         fail(f"--scale {args.scale} is not a size of {args.name}; choose from {names}")
-    for name in OWN.intersection(word.split("=")[0] for word in args.extra):
-        fail(f"{name} after -- is not for you to set; leave it out, --seeds and --data go before")
+    if not (small or args.data or args.page or args.dry_run):
+        fail(f"--scale {args.scale} needs --data, e.g. data/fineweb-edu-v32768/rows-2048-crop")
     args.seeds = args.seeds or range(experiment.seeds if small else 1)
-    if args.page and args.core:
-        fail("--page evaluates nothing; leave --core out, or --page")
+    args.code = edited_code()
+    own = args.out or args.extra or args.code
     rows = "-stdlib" if small and not args.data else ""
-    if args.page and args.data and not (Path(args.data).is_dir() or args.out):
-        fail(f"--page of rows {args.data}, which are no folder here, needs --out results/NAME")
-    args.out = args.out or Path(f"results/{args.name}-{args.scale}{rows}")
+    folder = Path("results")
+    if args.code:
+        folder = RUNS
+        print("# the code that decides numbers differs from the last commit's: the ledger's runs")
+        print("# do not count, and new ones stand beside the page", flush=True)
+    args.out = args.out or folder / f"{args.name}-{args.scale}{rows}"
+    args.ledger = ledger.LEDGER
+    if own:
+        edited = f"-{args.code[:8]}" if args.code else ""
+        args.ledger = Path(f"{args.out}-ledger{edited}")
+
+
+def chosen(args, tables: list[list[Arm]]) -> list[Arm]:
+    """The arms that --only names."""
+    arms = list(chain(*tables))
+    texts = [text.strip() for text in args.only.split(";")]
+    found = [arm for arm in arms if any(text in arm.name() for text in texts)]
+    if not found:
+        names = "; ".join(arm.name() for arm in arms)
+        fail(f"--only {args.only} fits no arm; there are: {names}")
+    return found
+
+
+def list_trainings(trainings: list[Training], small: bool) -> None:
+    """What a dry run says."""
+    speed = CORE_SPEED if small else CARD_SPEED
+    unit = "core-hours" if small else "hours of one H100"
+    for training in trainings:
+        print(f"{training.name}: {training.flops / speed / 3600:.2g} {unit}")
+        print(f"    {shlex.join(['python', 'train.py', *training.flags])}")
+    total = sum(training.flops for training in trainings)
+    print(f"# in all {total / speed / 3600:.3g} {unit}, {total:.3g} FLOPs")
+
+
+def show(args, tables: list[list[Arm]], trainings: list[Training], lines: list[dict]) -> None:
+    """Writes the page, and the fits of a scaling experiment."""
+    done = [training for training in trainings if training.line]
+    for training in done:
+        for arm in training.arms:
+            arm.runs.append(training.line)
+    experiment = EXPERIMENTS[args.name]
+    if done:
+        write_page(args, experiment, tables)
+    lines_of_done = [training.line for training in done]
+    good = [line for line in lines_of_done if not line["diverged_at"]]
+    if good and experiment.fits:
+        unseen = held_out(good, lines)
+        write_fit(rows_of(good), rows_of(unseen), args.out, HELD_OUT)
 
 
 def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
     settle(args)
     tables = tables_of(args.name, args.scale)
-    arms = list(chain.from_iterable(tables))
-    jobs = jobs_of(args, arms)
-    if not jobs:
-        names = "; ".join(arm.name() for arm in arms)
-        fail(f"--only {'; '.join(args.only)} fits no arm; there are: {names}")
-    rows = rows_hash(jobs, args)
-    for job in jobs:
-        job.rows = rows
-    todo = look_up(jobs)
-    flops = sum(job.flops for job in todo)
+    arms = chosen(args, tables)
+    if args.extra:
+        name_lengths(arms, args)
+    trainings = trainings_of(args, arms)
+    rows = rows_hash(args, trainings[0].flags)
+    todo = look_up(trainings, known_lines(args), rows)
+    print(f"# {len(todo)} of {len(trainings)} trainings are left to do", flush=True)
     if args.dry_run:
-        for job in todo:
-            print(shlex.join(["python", "train.py", *job.flags]))
-    print(f"# {len(todo)} of {len(jobs)} trainings are left to do, {flops:.3g} FLOPs", flush=True)
-    if args.dry_run:
+        list_trainings(todo, args.scale == SMALL)
         return
     if todo and not args.page:
-        run_all(todo, args)
+        train_all(todo, args)
     if args.core:
-        evaluate_core(jobs, args)
-    failed = look_up(jobs)
-    fill_arms(jobs)
-    if len(failed) < len(jobs) or args.page:
-        write_page(args, tables)
+        evaluate_core(trainings, args)
+    lines = known_lines(args)
+    failed = look_up(trainings, lines, rows)
+    show(args, tables, trainings, lines)
     if failed and not args.page:
-        refuse_failed(failed)
+        fail(f"{len(failed)} trainings failed; {failed[0].folder}/screen.txt says why")
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    main()

@@ -1,28 +1,34 @@
 """
-The scaling laws of looping (Parcae; Prairie et al. 2026), and their fits.
+The scaling laws of looping (Parcae; Prairie et al. 2026): their fits, tables and figures.
 
-    L = E + A N(mu)^-a + B D^-b + Z exp(-z depth mu^-gamma)       nats per token
+    python -m studies.experiments isoflop --data DATA    # a grid of trainings; ends in these fits
 
-fitted by the Huber loss, delta 1e-3, on log L. Rows of data are a frame with a line for each
-(run, depth) and the columns run, mu_rec, depth, tokens (D), flops and budget (the run's
-FLOPs), n_eff (N), loss, and best (the run's loss at depth mu_rec). N(mu), "if you were to
-unroll all loops into real parameters", counts every parameter, those in the loop (core blocks,
-their value tables, A, dt, B) mu times: of the readings that the tests try, the one whose errors
-come nearest to the paper's. mu_rec 1 is the fixed-depth baseline, in no fit.
+    L = E + A N^-a + B D^-b + Z exp(-z depth mu^-gamma)       nats per token
+    N = N_once + mu^phi N_rec
+
+fitted by the Huber loss, delta 1e-3, on log L. N_rec are the parameters that a loop runs: core
+blocks, their value tables and the injection; mu is mu_rec. phi is 1 ("if you were to unroll all
+loops into real parameters") but in the law of arXiv 2604.21106, which fits it.
+
+Rows of data have a line for each (run, depth) and the columns of ROW: run is a name, tokens and
+flops are the training's. `prepared` adds the budget, and best, the run's loss at mu_rec.
 """
 
 import math
-from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 from scipy.special import huber
 
-from model import PRESETS, Model
+from model import Model, config_of
+from tools.figures import Plot, figure, fmt, frame_table, table
 
+ROW = ["run", "mu_rec", "tokens", "flops", "n_once", "n_rec", "depth", "loss"]
 DELTA = 1e-3  # of the Huber loss on log loss
 RESTARTS = 1000  # random starts of a law's fit; the paper: 500, and 1,000 for the unified law
 KEPT = 20  # of them, descended to the end
@@ -41,16 +47,16 @@ BOX = {
     "Z": (1e-6, 1e3, 0.01, 10),
     "z": (1e-3, 50, 0.05, 5),
     "gamma": (0.05, 3, 0.5, 1.5),
+    "phi": (0.01, 4, 0.1, 2),
 }
-PARAMS = list(BOX)
-# The laws, by their last parameters, which are fixed; those before are fitted.
-LAWS = {
-    "train": [ZERO, ZERO, 1],  # no term of the depth
-    "unified depth/mu": [1],
-    "unified depth/mu^gamma": [],
-    "unified depth": [ZERO],
+TRAINING = {"Z": ZERO, "z": ZERO, "gamma": 1}  # no term of the depth
+LAWS = {  # what each law fixes
+    "train": TRAINING | {"phi": 1},
+    "unified depth/mu": {"gamma": 1, "phi": 1},
+    "unified depth/mu^gamma": {"phi": 1},
+    "unified depth": {"gamma": ZERO, "phi": 1},
+    "train, phi": TRAINING,
 }
-
 # Forms of the loss by test-time depth: each is E + Z exp(-z t) of some t(depth).
 FORMS = {
     "L + Z exp(-zT)": np.positive,
@@ -60,59 +66,81 @@ FORMS = {
 }
 WITHOUT_FLOOR = "Z depth^-z"
 
-# E, A, a, B, b (the paper's appendix "Fitting a Parametric Function for Looping")
-PAPER = {
-    "parcae-140m": np.log([2.662, 522733.307, 0.771, 25420.102, 0.525, *LAWS["train"]]),
-    "parcae-370m": np.log([2.439, 832134.346, 0.775, 6386.865, 0.448, *LAWS["train"]]),
-}
-# FLOPs: the measured best mu_rec (its table "Core Scores Comparison of Looping Optimal Frontier")
-PAPER_OPTIMA = {
-    "parcae-140m": {1e18: 2, 2e18: 2, 4e18: 4, 8e18: 6, 16e18: 8, 64e18: 10},
-    "parcae-370m": {32e18: 4, 64e18: 6, 128e18: 6},
-}
-PAPER_EXPONENT = 0.40  # of the best mu_rec in the FLOPs
+
+# -- the data
 
 
-def config_at(preset: str, mu: int):
-    """The preset's configuration at another mean recurrence, half of it with gradient."""
-    return replace(PRESETS[preset], mu_rec=mu, mu_bwd=0)
-
-
-def effective_params(cfg) -> int:
-    """N(mu_rec): what a loop runs counts mu_rec times."""
+def sizes(cfg) -> tuple[int, int]:
+    """Parameters that run once, and those that run in every loop."""
     with torch.device("meta"):
         model = Model(cfg)
     loop = ["injection."]
     for i in model.core_layers:
         loop += [f"blocks.{i}.", f"ve.{i}."]
-    count = 0
+    once = 0
+    looped = 0
     for name, parameter in model.named_parameters():
-        times = cfg.mu_rec if name.startswith(tuple(loop)) else 1
-        count += times * parameter.numel()
-    return count
+        if name.startswith(tuple(loop)):
+            looped += parameter.numel()
+        else:
+            once += parameter.numel()
+    return once, looped
+
+
+def rows_of(lines: list[dict]) -> pd.DataFrame:
+    """A row for each depth at which the runs of these lines of the ledger were evaluated."""
+    rows = []
+    for line in lines:
+        cfg = config_of(line["settings"])
+        flops = line["tokens"] * line["flops_per_token"]
+        run = [line["run"], cfg.mu_rec, line["tokens"], flops, *sizes(cfg)]
+        for depth, loss in line["loss"].items():
+            rows.append([*run, depth, loss])
+    return pd.DataFrame(rows, columns=ROW)
+
+
+def prepared(rows) -> pd.DataFrame:
+    """Adds budget, best and N (n_eff); runs that were not evaluated at mu_rec are left out."""
+    at_mu = rows[rows.depth == rows.mu_rec].set_index("run")
+    rows = rows.assign(
+        budget=budgets_of(rows.flops),
+        best=rows.run.map(at_mu.loss),
+        n_eff=rows.n_once + rows.mu_rec * rows.n_rec,
+    )
+    rows = rows.dropna(subset="best")
+    return rows.sort_values(["mu_rec", "depth"], kind="stable", ignore_index=True)
+
+
+def budgets_of(flops: pd.Series) -> pd.Series:
+    """The budget of each run, to three digits: the mean of FLOPs within 5 % of their neighbours."""
+    known = flops.sort_values()
+    group = (known.pct_change() > 0.05).cumsum()
+    means = known.groupby(group).transform("mean")
+    return means.map("{:.3g}".format).astype(float)
+
+
+def at_mu_rec(rows) -> pd.DataFrame:
+    return rows[rows.depth == rows.mu_rec]
 
 
 # -- the law
 
 
-def law_loss(logs, N, D, depth=1, mu=1):
-    """The law; logs: of its eight parameters, which may be complex, or arrays of several laws'."""
-    E, A, a, B, b, Z, z, gamma = np.exp(logs)
+def law_loss(logs, rows):
+    """The law on rows or {column: values}; logs: of its parameters in BOX's order, maybe complex."""
+    E, A, a, B, b, Z, z, gamma, phi = np.exp(logs)
+    mu = rows["mu_rec"]
+    N = rows["n_once"] + mu**phi * rows["n_rec"]
     size = A * N**-a
-    data = B * D**-b
-    loops = Z * np.exp(-z * depth * mu**-gamma)
+    data = B * rows["tokens"] ** -b
+    loops = Z * np.exp(-z * rows["depth"] * mu**-gamma)
     return E + size + data + loops
 
 
-def predict(logs, rows):
-    """A law's losses of the rows."""
-    return law_loss(logs, rows.n_eff, rows.tokens, rows.depth, rows.mu_rec)
-
-
-def predict_from_best(logs, rows):
-    """The same with the measured loss at depth mu as their floor, the paper's oracle."""
+def loss_from_best(logs, rows):
+    """The same with the measured loss at depth mu as its floor, the paper's oracle."""
     only_loops = [-np.inf, -np.inf, 0, -np.inf, 0, *logs[5:]]
-    return rows.best + predict(only_loops, rows)
+    return rows.best + law_loss(only_loops, rows)
 
 
 def low_fit_high(values):
@@ -121,85 +149,73 @@ def low_fit_high(values):
     return low, values[0], high
 
 
-# -- its fit
-
-
 class Problem:
     """A law to fit to rows of data: its box, and descents from given starts."""
 
     def __init__(self, rows, name: str):
-        self.fixed = np.log(LAWS[name])
-        self.free = np.array(PARAMS[: len(PARAMS) - len(self.fixed)])
-        self.rows = rows[["n_eff", "tokens", "depth", "mu_rec", "loss"]].to_numpy(float).T
-        self.center = np.log(self.rows[:2]).mean(1)
-        box = np.log([BOX[name] for name in self.free])
+        self.fixed = {key: math.log(value) for key, value in LAWS[name].items()}
+        self.free = [key for key in BOX if key not in self.fixed]
+        columns = ["n_once", "n_rec", "tokens", "depth", "mu_rec", "loss"]
+        self.rows = {column: rows[column].to_numpy(float) for column in columns}
+        sizes_and_data = rows[["n_eff", "tokens"]].to_numpy(float)
+        self.center = np.log(sizes_and_data).mean(0)
+        box = np.log([BOX[key] for key in self.free])
         box[0] += np.log(rows.loss.min())
         self.low, self.high, self.first, self.last = box.T
 
     def logs(self, q):
         """The logs of all parameters, from the free ones as they are fitted."""
-        E, A, a, B, b, *others = [*q, *self.fixed]
+        known = dict(zip(self.free, q)) | self.fixed
         ln_N, ln_D = self.center
-        A = A + np.exp(a) * ln_N
-        B = B + np.exp(b) * ln_D
-        return np.array([E, A, a, B, b, *others])
+        known["A"] += np.exp(known["a"]) * ln_N
+        known["B"] += np.exp(known["b"]) * ln_D
+        return np.array([known[key] for key in BOX])
 
-    def descend(self, start, rows=slice(None), **limits):
-        """Huber fit to the given rows from one start -> scipy's result."""
-        *sizes, loss = self.rows[:, rows]
+    def descend(self, start, some=slice(None), **limits):
+        """Huber fit to some of the rows from one start -> scipy's result."""
+        rows = {column: values[some] for column, values in self.rows.items()}
 
         def residual(q):
-            return np.log(law_loss(self.logs(q), *sizes) / loss)
+            guess = law_loss(self.logs(q), rows)
+            return np.log(guess / rows["loss"])
 
         inside = np.clip(start, self.low + 1e-10, self.high - 1e-10)
-        limits["bounds"] = (self.low, self.high)
-        limits |= {"loss": "huber", "f_scale": DELTA}
+        limits |= {"bounds": (self.low, self.high), "loss": "huber", "f_scale": DELTA}
         return least_squares(residual, inside, jac="cs", **limits)
 
-    def solve(self, rng) -> list:
-        """The KEPT best of RESTARTS random starts, descended to the end, best first."""
+    def solve(self, rng):
+        """The best of the KEPT best of RESTARTS random starts, descended to the end."""
         starts = rng.uniform(self.first, self.last, (RESTARTS, len(self.free)))
         rough = [self.descend(start, method="dogbox", max_nfev=20) for start in starts]
-        kept = sorted(rough, key=attrgetter("cost"))[:KEPT]
-        found = [self.descend(result.x, **EXACT) for result in kept]
-        return sorted(found, key=attrgetter("cost"))
+        rough.sort(key=attrgetter("cost"))
+        found = [self.descend(result.x, **EXACT) for result in rough[:KEPT]]
+        return min(found, key=attrgetter("cost"))
 
-    def at_bound(self, *solutions):
+    def at_bound(self, *solutions) -> list[str]:
         """The parameters that stand at a bound in one of the solutions."""
-        room = np.minimum(solutions - self.low, self.high - solutions)
-        return self.free[room.min(0) < 1e-6]
+        room = np.minimum(solutions - self.low, self.high - solutions).min(0)
+        return [key for key, distance in zip(self.free, room) if distance < 1e-6]
 
 
 def fit_law(rows, rng, name: str) -> dict:
-    """Fits a law of LAWS; bootstrap over whole runs; each budget predicted from the others.
+    """Fits a law of LAWS, with a bootstrap over whole runs.
 
-    -> law: its fitted parameters; bounded: what of them and their intervals the bounds decide, in
-    words; logs (1 + RESAMPLES, 8) of all parameters, the fit and then the bootstraps; errors, and
-    those of each budget as predicted without it.
+    -> free: the parameters it fits; bounded: those of them and of their intervals' ends that the
+    bounds decide, in words; logs (1 + RESAMPLES, parameters), the fit and then the bootstraps.
     """
     problem = Problem(rows, name)
-    best = problem.solve(rng)[0].x
-    runs = list(rows.groupby("run", sort=False).indices.values())
+    best = problem.solve(rng).x
     found = [best]
+    runs = list(rows.groupby("run", sort=False).indices.values())
     for _ in range(RESAMPLES):
         drawn = rng.integers(len(runs), size=len(runs))
         sample = np.concatenate([runs[i] for i in drawn])
         found.append(problem.descend(best, sample, max_nfev=EXACT["max_nfev"]).x)
-    bounded = [f"{name} at a bound" for name in problem.at_bound(best)]
+    bounded = [f"{key} at a bound" for key in problem.at_bound(best)]
     ends = np.quantile(found[1:], [0.025, 0.975], axis=0)
-    bounded += [f"interval of {name} ends at a bound" for name in problem.at_bound(*ends)]
+    bounded += [f"interval of {key} ends at a bound" for key in problem.at_bound(*ends)]
     logs = np.array([problem.logs(q) for q in found])
-    without = {}
-    for budget, unseen in rows.groupby("budget"):
-        others = problem.descend(best, rows.budget != budget).x
-        without[budget] = prediction_errors(problem.logs(others), unseen)
-    return {
-        "law": dict(zip(problem.free, np.exp(logs[0]))),
-        "bounded": bounded,
-        "logs": logs,
-        "errors": prediction_errors(logs[0], rows),
-        "without": without,
-    }
+    return {"free": problem.free, "bounded": bounded, "logs": logs}
 
 
 def percent_off(guess, loss):
@@ -207,45 +223,75 @@ def percent_off(guess, loss):
 
 
 def huber_on_log(guess, loss):
-    """The Huber losses of the log losses."""
     return huber(DELTA, np.log(guess / loss))
 
 
 def prediction_errors(logs, rows) -> dict[str, float]:
     """A law's mean and largest error in percent, and the sum of its Huber loss."""
-    guess = predict(logs, rows)
+    guess = law_loss(logs, rows)
     percent = percent_off(guess, rows.loss)
-    oracle = percent_off(predict_from_best(logs, rows), rows.loss)
-    return {
-        "percent": percent.mean(),
-        "largest percent": percent.max(),
-        "oracle percent": oracle.mean(),
-        "largest oracle percent": oracle.max(),
-        "huber": huber_on_log(guess, rows.loss).sum(),
-    }
+    oracle = percent_off(loss_from_best(logs, rows), rows.loss)
+    errors = {"percent": percent.mean(), "largest percent": percent.max()}
+    errors["oracle percent"] = oracle.mean()
+    errors["largest oracle percent"] = oracle.max()
+    errors["huber"] = huber_on_log(guess, rows.loss).sum()
+    return errors
+
+
+def fit_laws(rows, held_out, rng) -> tuple[dict, dict, list[str]]:
+    """-> the fits by law, their errors by law and runs, and which laws are left out and why."""
+    looped = rows[rows.mu_rec > 1]
+    fits = {}
+    errors = {}
+    left = []
+    for name, fixed in LAWS.items():
+        data = with_curves(rows)
+        unseen = held_out
+        if name.startswith("train"):
+            data = at_mu_rec(looped if "phi" in fixed else rows)
+            unseen = at_mu_rec(held_out)
+        have = data[["run", "n_eff", "tokens", "budget"]].nunique().tolist()
+        need = [len(BOX) - len(fixed) + 1, 3, 3, 2]
+        if any(np.less(have, need)):
+            said = f"different runs, N, D, budgets: {have}; it needs {need}"
+            left.append(f"- left out: {name}: {said}")
+            continue
+        fits[name] = fit_law(data, rng, name)
+        logs = fits[name]["logs"][0]
+        errors[f"{name}, fitted runs"] = prediction_errors(logs, data)
+        if len(unseen):
+            errors[f"{name}, held-out runs"] = prediction_errors(logs, unseen)
+    return fits, errors, left
+
+
+def with_curves(rows) -> pd.DataFrame:
+    """Those of looped runs that were evaluated at more than three depths."""
+    looped = rows[rows.mu_rec > 1]
+    depths = looped.groupby("run").depth.transform("size")
+    return looped[depths > 3]
 
 
 # -- isoFLOP curves
 
 
-def fit_isoflop(rows, rng, left: list[str]) -> dict:
+def fit_isoflop(rows, rng) -> dict:
     """Per budget the parabola of loss in log2 mu and its lowest point in the measured range; their
     power laws.
 
-    rows: one a run, at depth mu_rec; intervals by a bootstrap of the parabolas' pooled
-    residuals.
+    rows: one a run, at depth mu_rec; intervals by a bootstrap of the parabolas' pooled residuals.
     """
+    looped = rows[rows.mu_rec > 1].sort_values("mu_rec")
     grids = []
-    for budget, grid in rows[rows.mu_rec > 1].sort_values("mu_rec").groupby("budget"):
+    for _, grid in looped.groupby("budget"):
         if grid.mu_rec.nunique() < 4:
-            left.append(f"budget {budget:.3g}: fewer than 4 values of mu_rec, no parabola")
             continue
         x = np.log2(grid.mu_rec)
         smooth = np.polyval(np.polyfit(x, grid.loss, 2), x)
         noise = grid.loss - smooth
         noise *= math.sqrt(len(x) / (len(x) - 3))  # three parameters took their share
         grids.append(grid.assign(x=x, smooth=smooth, noise=noise))
-    budgets = [lowest_point(grid, pd.concat(grids).noise, rng) for grid in grids]
+    noise = [grid.noise for grid in grids]
+    budgets = [lowest_point(grid, np.concatenate(noise), rng) for grid in grids]
     inner = [found for found in budgets if found["inside"]]
     power_laws = {}
     if len(inner) > 1:
@@ -263,25 +309,24 @@ def lowest_point(grid, noise, rng) -> dict:
 
     grid: its runs by x = log2 mu, with the parabola's losses "smooth"; noise: of all budgets' runs.
     """
-    x, smooth = grid[["x", "smooth"]].to_numpy().T
-    low, high = x[0], x[-1]
+    x = grid.x.to_numpy()
+    smooth = grid.smooth.to_numpy()
+    low = x[0]
+    high = x[-1]
     drawn = smooth + rng.choice(noise, (RESAMPLES, len(x)))
-    parabolas = np.polyfit(x, np.vstack([smooth, drawn]).T, 2)  # (3, 1 + RESAMPLES)
+    losses = np.vstack([smooth, drawn])
+    parabolas = np.polyfit(x, losses.T, 2)  # (3, 1 + RESAMPLES)
     bend, slope, _ = parabolas
     vertex = np.clip(-slope / (2 * bend), low, high)
-    lower_end = np.where(bend * (low + high) + slope < 0, high, low)
-    best = np.where(bend > 0, vertex, lower_end)
+    falls = bend * (low + high) + slope < 0  # from one end to the other
+    best = np.where(bend > 0, vertex, np.where(falls, high, low))
     log_tokens = np.interp(best, x, np.log(grid.tokens))
-    fit = parabolas[:, 0]
-    return {
-        "budget": grid.budget.iloc[0],
-        "mu": 2**best,
-        "tokens": np.exp(log_tokens),
-        "parabola": fit,
-        "loss": np.polyval(fit, best[0]),
-        "inside": bool(low < best[0] < high),
-        "slope": np.polyfit(x, smooth, 1)[0],  # nats for each doubling of mu_rec
-    }
+    found = {"budget": grid.budget.iloc[0], "mu": 2**best, "tokens": np.exp(log_tokens)}
+    found["parabola"] = parabolas[:, 0]
+    found["loss"] = np.polyval(found["parabola"], best[0])
+    found["inside"] = bool(low < best[0] < high)
+    found["slope"] = np.polyfit(x, smooth, 1)[0]  # nats for each doubling of mu_rec
+    return found
 
 
 # -- test-time curves
@@ -297,9 +342,11 @@ def fit_form(name: str, points) -> dict:
     highest = 1e-9 if name == WITHOUT_FLOOR else np.inf
 
     def residual(q):
-        return np.log(np.maximum(form_value(name, depth, *q), 1e-9) / loss)
+        guess = form_value(name, depth, *q)
+        return np.log(np.maximum(guess, 1e-9) / loss)
 
-    start = (min(loss.min(), highest / 2), loss[0] - loss.min(), 0.5)
+    lowest = loss.min()
+    start = (min(lowest, highest / 2), loss[0] - lowest, 0.5)
     bounds = ([0, -np.inf, 1e-4], [highest, np.inf, 50])
     best = least_squares(residual, start, bounds=bounds, x_scale="jac", **EXACT).x
     return dict(zip(("E", "Z", "z"), best))
@@ -307,33 +354,214 @@ def fit_form(name: str, points) -> dict:
 
 def form_misfit(name: str, fitted: dict, points) -> float:
     """The mean Huber loss of a fitted form on a run's points."""
-    return huber_on_log(form_value(name, points.depth, **fitted), points.loss).mean()
+    guess = form_value(name, points.depth, **fitted)
+    return huber_on_log(guess, points.loss).mean()
 
 
-def fit_curves(rows) -> dict:
-    """Each run's loss against depth in the paper's four forms: the Huber loss in sample and, for
-    fits to depths <= mu, beyond mu.
+def fit_curves(rows) -> tuple[dict, pd.DataFrame]:
+    """Each run's loss against depth in the paper's four forms -> {run: {form: its fit}}, and a table
+    by form: the Huber loss in sample and, for fits to depths <= mu, beyond mu.
     """
-    curves = []
+    curves = {}
     scores = []
     for run, points in rows.groupby("run", sort=False):
-        first = points.iloc[0]
-        near = points[points.depth <= first.mu_rec]
+        near = points[points.depth <= points.mu_rec]
         beyond = points.drop(near.index)
-        curve = {"run": run}
-        curve |= first[["mu_rec", "n_eff", "budget"]].to_dict()
-        curve |= points[["depth", "loss"]].to_dict("list")
-        for name in FORMS:
-            curve[name] = fit_form(name, points)
-            score = {"form": name}
-            score["huber"] = form_misfit(name, curve[name], points)
-            score["floor off percent"] = percent_off(curve[name]["E"], first.best)
+        curves[run] = {name: fit_form(name, points) for name in FORMS}
+        for name, fitted in curves[run].items():
+            score = {"test-time law, mean over runs": name}
+            score["huber"] = form_misfit(name, fitted, points)
+            score["floor off percent"] = percent_off(fitted["E"], points.best.iloc[0])
             if len(near) > 2 and len(beyond):
-                early = fit_form(name, near)
-                score["huber beyond mu"] = form_misfit(name, early, beyond)
+                shallow = fit_form(name, near)
+                score["huber beyond mu"] = form_misfit(name, shallow, beyond)
             scores.append(score)
-        curves.append(curve)
-    by_form = pd.DataFrame(scores).groupby("form", sort=False)
+    by_form = pd.DataFrame(scores).groupby("test-time law, mean over runs", sort=False)
     table = by_form.mean()
     table["largest floor off percent"] = by_form["floor off percent"].max()
-    return {"curves": curves, "table": table.to_dict("index")}
+    return curves, table
+
+
+# -- the page
+
+
+def write_fit(rows, held_out, out: Path, note: str = "") -> None:
+    """Fits what the runs can support, prints it, and writes fit.md and figures into the folder;
+    note: on the held-out runs.
+    """
+    rows = prepared(rows)
+    held_out = prepared(held_out)
+    rng = np.random.default_rng(0)
+    out.mkdir(parents=True, exist_ok=True)
+    page = [f"# Fits of {rows.run.nunique()} runs", ""]
+    page += [f"[95 % interval], by bootstrap. {note}", ""]
+    figures = []
+    iso = fit_isoflop(at_mu_rec(rows), rng)
+    if iso["budgets"]:
+        page += isoflop_table(iso) + equal_tokens_table(rows) + power_laws(iso)
+        figures += draw_isoflop(iso, at_mu_rec(rows), out / "isoflop.png")
+        figures += draw_optima(iso, out / "optima.png")
+    fits, errors, left = fit_laws(rows, held_out, rng)
+    page += [law_line(name, fitted) for name, fitted in fits.items()]
+    page += [*left, ""]
+    if "train" in fits:
+        looped = rows[rows.mu_rec > 1]
+        figures += draw_law(fits["train"], at_mu_rec(looped), out / "train.png")
+    deep = with_curves(rows)
+    if len(deep):
+        curves, forms = fit_curves(deep)
+        page += frame_table(forms.map("{:.3g}".format))
+        figures += draw_curves(curves, deep, out / "test_time.png")
+    if errors:
+        table = pd.DataFrame(errors).T.rename_axis("law")
+        page += frame_table(table.map("{:.3g}".format))
+    if "unified depth/mu" in fits:
+        figures += draw_unified(fits["unified depth/mu"], held_out, out / "unified.png")
+    print(*page, sep="\n")
+    page += [line for line in figures if line]
+    (out / "fit.md").write_text("\n".join(page), encoding="utf-8")
+
+
+def span(values) -> str:
+    """The fit, and the 95 % interval of its bootstraps."""
+    low, fit, high = low_fit_high(values)
+    return f"{fit:.4g} [{low:.4g}, {high:.4g}]"
+
+
+def isoflop_table(iso: dict) -> list[str]:
+    """The lowest points of the budgets."""
+    shown = []
+    for found in iso["budgets"]:
+        budget = found["budget"]
+        end = "" if found["inside"] else ", an end of the grid"
+        row = {"FLOPs": f"{budget:.3g}", "lowest loss": fmt(found["loss"])}
+        row["mu_rec"] = span(found["mu"]) + end
+        row["tokens"] = span(found["tokens"])
+        row["slope, nats a doubling of mu_rec"] = fmt(found["slope"], "+.4f")
+        row["fixed depth 1"] = fmt(iso["fixed_depth"].get(budget))
+        shown.append(row)
+    return table(list(row), [row.values() for row in shown])
+
+
+def power_laws(iso: dict) -> list[str]:
+    inside = [found["inside"] for found in iso["budgets"]]
+    of = f"{sum(inside)} of {len(inside)} budgets have their minimum inside the grid"
+    lines = []
+    for name, (exponents, _) in iso["power_laws"].items():
+        lines.append(f"- best {name} ~ C^{span(exponents)}; {of}")
+    return lines
+
+
+def equal_tokens_table(rows) -> list[str]:
+    """By how much looped runs end below one loop in training of as many tokens."""
+    at_mu = at_mu_rec(rows)
+    once = at_mu[at_mu.mu_rec == 1].groupby("tokens").loss.mean()  # over seeds
+    between = at_mu.tokens.between(once.index.min(), once.index.max())
+    gains = at_mu[between & (at_mu.mu_rec > 1)]
+    if gains.empty:
+        return []
+    one_loop = np.interp(np.log(gains.tokens), np.log(once.index), once)
+    gain = (one_loop - gains.loss).map("{:.4f}".format)
+    gains = gains.assign(
+        cell=gain + gains.tokens.map(" at {:.2g}".format),
+        budget=gains.budget.map("{:.3g} FLOPs".format),
+    )
+    shown = gains.pivot_table("cell", "mu_rec", "budget", aggfunc="; ".join, sort=False)
+    head = (
+        "At equal tokens: nats that loops in training gain over one, at so many tokens; one's loss "
+        "is interpolated in the logarithm of tokens between its runs."
+    )
+    return [head, "", *frame_table(shown)]
+
+
+def law_line(name: str, fitted: dict) -> str:
+    values = dict(zip(BOX, np.exp(fitted["logs"]).T))
+    said = [f"{key} {span(values[key])}" for key in fitted["free"]]
+    return f"- {name}: {', '.join(said + fitted['bounded'])}"
+
+
+# -- figures
+
+FLOPS = "training FLOPs"
+DEPTH = "test-time depth, loops"
+NONE = ([], [])  # a curve without points
+
+
+def draw_isoflop(iso: dict, at_mu, path: Path) -> list[str]:
+    """Each budget's losses by mu_rec, and their parabola."""
+    plots = []
+    for found in iso["budgets"]:
+        budget = found["budget"]
+        grid = at_mu[at_mu.budget == budget]
+        x = np.log2(grid.mu_rec)
+        fitted = np.linspace(1, x.max())
+        curves = [(x, grid.loss), (fitted, np.polyval(found["parabola"], fitted))]
+        plots.append(Plot("log2 of mu_rec (0: fixed depth)", f"{budget:.3g} FLOPs: loss", curves))
+    return figure(path, "", ["measured", "parabola"], plots)
+
+
+def draw_optima(iso: dict, path: Path) -> list[str]:
+    """By FLOPs: best mu_rec and tokens with their power laws; the lowest loss beside fixed depth's."""
+    flops = np.array([found["budget"] for found in iso["budgets"]])
+    plots = []
+    for name in ("mu", "tokens"):
+        best = [found[name][0] for found in iso["budgets"]]
+        law = NONE
+        if name in iso["power_laws"]:
+            exponent, log_k = iso["power_laws"][name][:, 0]
+            law = (flops, np.exp(log_k) * flops**exponent)
+        scales = {"xscale": "log", "yscale": "log"}
+        plots.append(Plot(FLOPS, f"best {name}", [(flops, best), law, NONE], scales))
+    lowest = [found["loss"] for found in iso["budgets"]]
+    fixed = iso["fixed_depth"]
+    curves = [(flops, lowest), NONE, (list(fixed), list(fixed.values()))]
+    plots.append(Plot(FLOPS, "loss", curves, {"xscale": "log"}))
+    return figure(path, "", ["lowest point of the parabola", "power law", "fixed depth"], plots)
+
+
+def draw_law(fitted: dict, train, path: Path) -> list[str]:
+    """Contours of L(mu, D) by mu and FLOPs, with the runs and the efficient frontier."""
+    mu = np.linspace(train.mu_rec.min(), train.mu_rec.max(), 200)
+    flops = np.geomspace(train.flops.min(), train.flops.max())
+    tokens_per_flop = np.interp(mu, train.mu_rec, train.tokens / train.flops)  # between runs
+    grid = {"mu_rec": mu, "tokens": np.outer(flops, tokens_per_flop), "depth": 1}
+    grid |= train[["n_once", "n_rec"]].iloc[0].to_dict()
+    loss = law_loss(fitted["logs"][0], grid)
+    image = Figure(dpi=130, layout="constrained")
+    axes = image.subplots()
+    contours = axes.contour(mu, flops, loss, 14, colors="0.5")
+    axes.clabel(contours)
+    best = mu[loss.argmin(1)]
+    axes.plot(best, flops, "k-", label="efficient frontier, within the grid")
+    axes.plot(train.mu_rec, train.flops, "k.", label="runs")
+    axes.set(yscale="log", xlabel="mu_rec", ylabel=f"{FLOPS}; contours: loss")
+    axes.legend()
+    image.savefig(path)
+    return [f"![]({path.name})"]
+
+
+def draw_curves(fits: dict, rows, path: Path) -> list[str]:
+    """Loss by test-time depth and its fits in the four forms: of each N the run of most FLOPs."""
+    largest = rows.sort_values("budget", kind="stable").drop_duplicates("n_eff", keep="last")
+    plots = []
+    for run in largest.sort_values("n_eff").run:
+        points = rows[rows.run == run]
+        curves = [(points.depth, points.loss)]
+        for name, fitted in fits[run].items():
+            curves.append((points.depth, form_value(name, points.depth, **fitted)))
+        plots.append(Plot(DEPTH, f"mu_rec {points.mu_rec.iloc[0]}: loss", curves))
+    return figure(path, "", ["measured", *FORMS], plots)
+
+
+def draw_unified(fitted: dict, held_out, path: Path) -> list[str]:
+    """A held-out run of each N and D: measured, as the unified law predicts it, and with its
+    measured floor (oracle).
+    """
+    logs = fitted["logs"][0]
+    plots = []
+    for first in held_out.drop_duplicates(["n_eff", "tokens"]).itertuples():
+        run = held_out[held_out.run == first.run]
+        lines = [run.loss, law_loss(logs, run), loss_from_best(logs, run)]
+        curves = [(run.depth, line) for line in lines]
+        plots.append(Plot(DEPTH, f"mu_rec {first.mu_rec}, {first.tokens:.3g} tokens: loss", curves))
+    return figure(path, "", ["measured", "unified law", "oracle"], plots)

@@ -2,12 +2,11 @@
 The ledger of the studies: one JSON line for every finished or diverged training, in
 results/ledger/, a file for each set of rows, named by the beginning of their hash.
 
-Pages and figures are made from these lines alone, and a run whose line is there is not
-repeated, so that a study can be continued on another machine from what is committed. Of equal
-runs the last line counts.
+Pages and figures are made from these lines alone, and a run whose line is there is not repeated,
+so that a study can be continued on another machine from what is committed. Runs of edited code, of
+flags after `--` or for a page of one's own have their ledger beside that page.
 """
 
-import fcntl
 import functools
 import json
 import math
@@ -19,39 +18,25 @@ import numpy as np
 import pandas as pd
 
 import train
-from looped.console import outside
-from looped.logs import LoggedRun, by_depth, read_log, read_run
-from looped.run_directory import CHANGEABLE
-from looped.settings import unheeded
+from looped.common import finite
+from looped.run import MAY_CHANGE, by_depth
 from model import ModelConfig
+from tools import runner
+from tools.report import LoggedRun, read_run
 
 LEDGER = Path("results/ledger")
 CURVE_POINTS = 20
 LOGGED = ["loss", "state_norm", "residual"]  # of the training log
-# Settings that decide nothing (CHANGEABLE), or that others imply: the network and the rates imply
-# the preset, the steps the length in tokens or FLOPs. eval_tokens is not one of them: the
-# validation set decides the number measured.
-UNTOLD = (CHANGEABLE | {"preset", "tokens", "flops", "dtype"}) - {"eval_tokens"}
+# Settings that decide nothing, or that others imply: the network and the rates imply the preset,
+# the steps the length. The validation set decides the number measured.
+UNTOLD = MAY_CHANGE | {"preset", "tokens", "flops", "dtype", "log_every", "loss_chunk"}
+UNTOLD -= {"eval_tokens"}
 
 
 def settings_of(args: dict, model: dict, steps: int) -> dict:
-    """What decides a run's numbers, data apart: settled flags of train.py, the network, the number
-    of steps.
-    """
+    """What decides a run's numbers, data apart: settled flags of train.py, network, steps."""
     decisive = {name: value for name, value in args.items() if name not in UNTOLD}
     return decisive | model | {"steps": steps}
-
-
-def wanted_settings(flags: list[str], ranks: int = 1) -> tuple[dict, float]:
-    """-> the settings of the run that train.py would make of these flags, and its FLOPs.
-
-    Flags that train.py refuses end the program.
-    """
-    args = train.parse_args(flags)
-    cfg = train.model_config(args)
-    steps = train.settle(args, cfg, train.recipe_of(args.preset), ranks)
-    tokens = steps * args.batch_size * cfg.seq_len
-    return settings_of(vars(args), asdict(cfg), steps), tokens * cfg.flops_per_token()
 
 
 @functools.cache
@@ -61,10 +46,14 @@ def defaults() -> dict:
 
 def identity(settings: dict) -> frozenset:
     """What equal runs share: settings, which had the default of today where a line lacks them; of
-    a Transformer none that only a loop heeds.
+    a Transformer none that only a loop heeds, with AdamW alone none that only Muon heeds.
     """
     known = defaults() | settings
-    idle = unheeded(known["n_core"])
+    idle = set(UNTOLD)
+    if not known["n_core"]:
+        idle.update(train.LOOP_FLAGS)
+    if known["optimizer"] == "adamw":
+        idle.update(train.MUON_FLAGS)
     return frozenset((name, value) for name, value in known.items() if name not in idle)
 
 
@@ -73,8 +62,7 @@ def identity(settings: dict) -> frozenset:
 
 def steps_of(records: list[dict]) -> pd.DataFrame:
     """The training log as a frame; what a run did not log is NaN."""
-    steps = pd.DataFrame(records, columns=["step", "tokens", "tok_s", "ms", "skipped", *LOGGED])
-    return steps.astype(float)
+    return pd.DataFrame(records, columns=["step", "tokens", "tok_s", "ms", *LOGGED], dtype=float)
 
 
 def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
@@ -87,7 +75,7 @@ def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
     """
     bad = steps.state_norm > 1e4 * max(steps.state_norm[0], 1.0)
     if stopped:
-        bad.iloc[-train.BAD_STEPS] = True
+        bad.iloc[-runner.BAD_STEPS :] = True
     else:
         width = max(1, len(steps) // 20)
         medians = steps.loss.rolling(width, min_periods=1).median()
@@ -97,118 +85,88 @@ def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
     return int(steps.step[bad].min()) if bad.any() else None
 
 
-def six_digits(value):
-    """A number for JSON in six digits; None for what is not finite."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.6g}")
-
-
 def training_curve(steps: pd.DataFrame) -> dict[str, list]:
     """The training curve in at most CURVE_POINTS points: means, and the last of their tokens."""
     points = steps.groupby(steps.index * CURVE_POINTS // len(steps))
     means = points[LOGGED].mean(skipna=False).dropna(axis="columns", how="all")
-    values = {name: list(map(six_digits, column)) for name, column in means.items()}
-    return {"tokens": points.tokens.last().astype(int).tolist()} | values
+    tokens = points.tokens.last().astype(int)
+    return {"tokens": tokens.tolist()} | means.to_dict("list")
 
 
 def scores(run: LoggedRun) -> list[dict]:
-    """Averages of the run's core_*.json files over all their tasks, one entry a panel, depth and
-    set of tasks.
-    """
+    """Averages of the run's core_*.json files, one entry a panel, depth and set of tasks."""
     found = []
     for rules, depths in run.core.items():
-        for depth, record in depths.items():
-            for average in (record["aggregate"], record.get("core")):
-                if average and average["tasks_done"] == average["tasks_total"]:
-                    score = {name: average.get(name) for name in ("name", "mean", "std")}
-                    found.append(rules._asdict() | {"depth": depth} | score)
+        for depth, measured in depths.items():
+            for average in (measured["aggregate"], measured.get("core")):
+                if average:
+                    score = rules._asdict() | {"depth": depth}
+                    score["name"] = average["name"]
+                    score["scored"] = "{tasks_done} of the {tasks_total}".format(**average)
+                    score["mean"] = average["mean"]
+                    found.append(score)
     return found
 
 
-def evaluation(entry: dict) -> dict:
-    """A validation during training: its tokens, its losses by depth, the spectral radius."""
-    losses = {depth: six_digits(loss) for depth, loss in entry["loss"].items()}
-    return {"tokens": entry["tokens"], "loss": losses, "rho": six_digits(entry.get("rho"))}
+def evaluations(evals: list[dict]) -> list[dict]:
+    """At most CURVE_POINTS of them, the last among these."""
+    every = math.ceil(len(evals) / CURVE_POINTS) or 1
+    some = evals[::-1][::every][::-1]
+    return [{name: one.get(name) for name in ("tokens", "loss", "rho")} for one in some]
 
 
 def record(path: Path) -> dict | None:
     """The line of a finished or diverged run directory; None if the run is still to be done."""
-    log = path / "log.jsonl"
-    if not log.is_file() or not read_log(log).train:
+    if not runner.is_over(path):
         return None
     run = read_run(path)
-    steps = steps_of(run.train)
-    stopped = steps.skipped[-train.BAD_STEPS :].sum() == train.BAD_STEPS  # no finite losses
-    if not stopped and not run.last.get("final"):
-        return None
-    every = math.ceil(len(run.evals) / CURVE_POINTS) or 1
-    evals = run.evals[::-1][::every][::-1]  # the last one is kept
-    outcome = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime(log.stat().st_mtime)),
-        "diverged_at": divergence(steps, stopped),
-        "loss": {} if stopped else run.last["loss"],
-        "eval_tokens": run.last.get("eval_tokens"),
-        "unigram": run.unigram,
-        "spectra": {"rho": six_digits(run.last.get("rho"))},
-        "evals": [evaluation(entry) for entry in evals],
-        "core": scores(run),
-    }
-    with outside(f"{path}/config.json is not a whole run's", f"restore it, or leave {path} out"):
-        return origin(run) | outcome | of_steps(steps)
-
-
-def origin(run: LoggedRun) -> dict:
-    """What was trained, and where."""
     config = run.config
-    args = config["args"]
+    steps = steps_of(run.train)
+    stopped = not run.last.get("final")  # for want of finite losses
+    written = time.gmtime((path / "log.jsonl").stat().st_mtime)
     copied = ("command", "params", "flops_per_token", "machine", "dtype", "versions")
-    told = {
-        "run": str(run.path),
-        "seed": args["seed"],
-        "settings": settings_of(args, config["model"], config["steps"]),
-        "mu_rec": config["model"]["mu_rec"],
-        "data": config["data"]["sha256"],
-        "commit": config["git"]["commit"],
-        "changed": bool(config["git"]["diff"]),
-        "tokens_per_param": six_digits(run.train[-1]["tokens"] / config["params"]),
-    }
-    return {name: config[name] for name in copied} | told
+    line = {name: config[name] for name in copied}
+    line["run"] = str(path)
+    line["seed"] = config["args"]["seed"]
+    line["settings"] = settings_of(config["args"], config["model"], config["steps"])
+    line["mu_rec"] = config["model"]["mu_rec"]
+    line["data"] = config["data"]["sha256"]
+    line["commit"] = config["git"]["commit"]
+    line["changed"] = bool(config["git"]["diff"])
+    line["date"] = time.strftime("%Y-%m-%d", written)
+    line["diverged_at"] = divergence(steps, stopped)
+    line["loss"] = {} if stopped else run.last["loss"]
+    line["eval_tokens"] = run.last.get("eval_tokens")
+    line["unigram"] = run.unigram
+    line["tokens"] = int(steps.tokens.max())
+    line["tokens_per_param"] = line["tokens"] / config["params"]
+    line["last_loss"] = steps.loss.iloc[-1]
+    line["largest_state_norm"] = steps.state_norm.max()
+    line["tok_s"] = steps.tok_s.median()
+    line["minutes"] = steps.ms.sum() / 6e4
+    line["curve"] = training_curve(steps)
+    line["evals"] = evaluations(run.evals)
+    line["spectra"] = {"rho": run.last.get("rho")}
+    line["core"] = scores(run)
+    return finite(line)
 
 
-def of_steps(steps: pd.DataFrame) -> dict:
-    """What the training log says of a run."""
-    numbers = {
-        "first_loss": steps.loss[0],
-        "last_loss": steps.loss.iloc[-1],
-        "lowest_loss": steps.loss.min(),
-        "largest_state_norm": steps.state_norm.max(),
-        "tok_s": steps.tok_s.median(),
-        "minutes": steps.ms.sum() / 6e4,
-    }
-    told = {name: six_digits(value) for name, value in numbers.items()}
-    counts = {"tokens": int(steps.tokens.iloc[-1]), "skipped": int(steps.skipped.sum())}
-    return counts | told | {"curve": training_curve(steps)}
+# -- the files
 
 
-# -- the file
-
-
-def read_ledger() -> dict[tuple, dict]:
-    """{(identity, rows, dtype): line}; losses by depth have whole numbers as keys."""
+def read_ledger(files) -> list[dict]:
+    """The lines; of equal runs (settings, rows, dtype) the last in the place of the first."""
     found = {}
-    for file in sorted(LEDGER.glob("*.jsonl")):
-        for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            with outside(f"line {number} of {file} is damaged", "restore or delete it"):
-                line = json.loads(text)
-                line["loss"] = by_depth(line["loss"])
-                found[identity(line["settings"]), line["data"], line["dtype"]] = line
-    return found
+    for file in files:
+        for text in file.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            line["loss"] = by_depth(line["loss"])
+            key = identity(line["settings"]), line["data"], line["dtype"]
+            found[key] = line
+    return list(found.values())
 
 
-def append(line: dict) -> None:
-    """Adds a line; several processes may write to one ledger."""
-    LEDGER.mkdir(parents=True, exist_ok=True)
-    with open(LEDGER / f"{line['data'][:10]}.jsonl", "a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+def append(line: dict, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a", encoding="utf-8") as ledger:
+        ledger.write(json.dumps(line, ensure_ascii=False) + "\n")

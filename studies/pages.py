@@ -2,62 +2,44 @@
 
 import math
 import textwrap
-from dataclasses import dataclass
-from itertools import chain, product
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
-from looped.console import fail
-from looped.figures import (
+from studies.comparisons import Arm
+from tools.figures import (
     Plot,
     depth_plot,
     figure,
     fmt,
     frame_table,
     half_width,
-    interval_note,
     plus_minus,
     records_table,
     save_page,
     table,
 )
-from looped.logs import CoreRules
-from studies.comparisons import DENSE, EXPERIMENTS, Arm
-from studies.ledger import defaults, read_ledger
-from studies.scaling_laws import rows_of, write_fit
 
-DEPTHS = {1, 2, 4, 8, 12, 16, 24, 64}  # of differences
-OTHER = {"row": "col", "col": "row"}
-OVER_TRAINING = {  # panels over training: the column of the run's history
-    "training loss": "loss",
-    "state norm": "state_norm",
-    "residual": "residual",
-    "ρ(Ā)": "rho",
-}
-NO_RUN = {"loss": {}, "curve": {"tokens": []}, "evals": [], "mu_rec": 0}
+DEPTHS = {1, 2, 4, 8, 12, 16, 24, 64}  # of the tables
+OVER_TRAINING = {"training loss": "loss", "state norm": "state_norm", "residual": "residual"}
 RUN_COLUMNS = {  # of a run's line, and how they are written
     "arm": "",
-    "run": "",
     "seed": "",
     "dtype": "",
     "params": ",.0f",
     "tokens": ",.0f",
-    "tokens_per_param": ".1f",
-    "first_loss": ".4f",
-    "lowest_loss": ".4f",
     "last_loss": ".4f",
     "validation_loss": ".4f",
-    "skipped": ".0f",
     "largest_state_norm": ".3g",
     "tok_s": ",.0f",
     "minutes": ".1f",
     "ρ(Ā)": ".4f",
 }
 CELLS = (
-    "mean over seeds ± half the 95 % t interval (standard deviation over seeds). Source: the "
-    "paper's or the post's number, at its own scale and on its own data."
+    "Cells: validation loss in nats a token, mean over seeds ± half the 95 % t interval (standard "
+    "deviation over seeds). Source: the paper's or the post's number, at its own scale and on its "
+    "own data; of a perplexity the logarithm."
 )
 DIVERGED = (
     "A run diverged if three steps in a row had no finite loss, if its training loss ended above "
@@ -73,10 +55,6 @@ CURVES = (
 # -- losses
 
 
-def lines_of(arms: list[Arm]) -> list[dict]:
-    return list(chain.from_iterable(arm.runs for arm in arms))
-
-
 def at_mu_rec(line: dict) -> float:
     """The validation loss at mu_rec (0 of a flat model)."""
     return line["loss"].get(line["mu_rec"], math.nan)
@@ -88,6 +66,15 @@ def has_one_depth(line: dict) -> bool:
     return line["mu_rec"] == 0 or once
 
 
+def depths_of(arms: list[Arm]) -> list:
+    """The columns of the tables: mu_rec, and the depths of DEPTHS that runs were evaluated at."""
+    known = set()
+    for arm in arms:
+        for line in arm.runs:
+            known.update(line["loss"])
+    return ["mu_rec", *sorted(known & DEPTHS)]
+
+
 def losses_of(arm: Arm, depths: list) -> pd.DataFrame:
     """Of the runs that did not diverge: a row for each seed, a column for each depth, "mu_rec" for
     that of the run. A model of one depth has its one loss at every depth.
@@ -96,62 +83,73 @@ def losses_of(arm: Arm, depths: list) -> pd.DataFrame:
     for line in arm.runs:
         if line["diverged_at"]:
             continue
-        losses[line["seed"]] = line["loss"] | {"mu_rec": at_mu_rec(line)}
+        found = line["loss"] | {"mu_rec": at_mu_rec(line)}
         if has_one_depth(line):
-            losses[line["seed"]] = dict.fromkeys(depths, at_mu_rec(line))
+            found = dict.fromkeys(depths, at_mu_rec(line))
+        losses[line["seed"]] = found
     return pd.DataFrame(losses, index=depths, dtype=float).T
 
 
-def cell(arm: Arm, depth, unit: str) -> str:
-    """What the seeds of an arm say at a depth: those that diverge or are stuck, and the mean loss.
+def cell(arm: Arm) -> str:
+    """What the seeds of an arm say: those that diverge or are stuck, and the mean loss at mu_rec.
 
     stuck: a loss of more than 95 % of the entropy of token frequencies, so little else was learned.
     """
-    diverged = [line["diverged_at"] for line in arm.runs if line["diverged_at"]]
     said = []
+    diverged = [str(line["diverged_at"]) for line in arm.runs if line["diverged_at"]]
     if diverged:
-        plural = "s" if len(diverged) > 1 else ""
-        said.append(f"diverges at step{plural} {', '.join(map(str, diverged))}")
+        steps = "step" if len(diverged) == 1 else "steps"
+        said.append(f"diverges at {steps} {', '.join(diverged)}")
     for line in arm.runs:
         stuck = line["unigram"] and at_mu_rec(line) > 0.95 * line["unigram"]
         if stuck and not line["diverged_at"]:
             said.append("stuck")
-    losses = losses_of(arm, [depth])[depth]
-    spec = ".4f"
-    if unit == "perplexity":
-        losses = np.exp(losses)
-        spec = ".2f"
+    losses = losses_of(arm, ["mu_rec"])["mu_rec"]
+    spread = f" ({losses.std():.4f}; n = {len(losses)})" if len(losses) > 1 else ""
     if len(losses) or not said:
-        said.append(plus_minus(losses, spec))
-    if len(losses) > 1:
-        said[-1] += f" ({losses.std():{spec}}; n = {len(losses)})"
+        said.append(plus_minus(losses) + spread)
     return "; ".join(said)
+
+
+def loss_table(arms: list[Arm]) -> list[str]:
+    """A row for each arm: its losses at mu_rec and at depths that all its seeds have, and the
+    source's numbers.
+    """
+    depths = depths_of(arms)
+    rows = []
+    for arm in arms:
+        losses = losses_of(arm, depths)
+        row = {"arm": arm.name(), "depth mu_rec": cell(arm)}
+        for depth in depths[1:]:
+            known = losses[depth]
+            row[f"depth {depth}"] = "–" if known.hasnans else plus_minus(known)
+        numbers = [f"{of}: {number}" for of, number in arm.source.items()]
+        row["source, by depth or score"] = "; ".join(numbers) or "–"
+        rows.append(row)
+    return table(list(rows[0]), [row.values() for row in rows])
 
 
 # -- differences, paired by seed
 
 
-@dataclass
-class Difference:
+class Difference(NamedTuple):
     arm: Arm
     base: Arm
     values: pd.DataFrame  # losses of the arm less those of the base: a row a seed, a column a depth
 
 
 def differences(arms: list[Arm], experiment) -> list[Difference]:
-    """Of each arm with runs and its base (see Experiment), at mu_rec and the depths of DEPTHS that
-    these arms' runs have.
-    """
-    known = set().union(*(line["loss"] for line in lines_of(arms)))
-    depths = ["mu_rec", *sorted(known.intersection(DEPTHS))]
+    """Of each arm with runs and its base (see Experiment)."""
+    depths = depths_of(arms)
     bases = {}
     found = []
     for arm in arms:
         if not arm.runs:
             continue
-        group = getattr(arm, OTHER[experiment.base])
+        group = getattr(arm, experiment.within)
         base = bases.setdefault(group, arm)
-        values = (losses_of(arm, depths) - losses_of(base, depths)).dropna(how="all")
+        values = losses_of(arm, depths) - losses_of(base, depths)
+        values = values.dropna(how="all")
         if arm is not base and len(values):
             found.append(Difference(arm, base, values))
         if experiment.stepwise:
@@ -159,76 +157,38 @@ def differences(arms: list[Arm], experiment) -> list[Difference]:
     return found
 
 
-def sentence(d: Difference, unit: str) -> str:
-    """As: "zoh is lower than euler by 0.0120 ± 0.0040 nats/token, n = 5 (…)". unit: of the source's
-    numbers.
-    """
-    values = d.values["mu_rec"]
-    note = interval_note(values)
-    sources = [arm.source.get("mu_rec") for arm in (d.base, d.arm)]
-    known = pd.to_numeric(sources, errors="coerce")
-    if np.isfinite(known).all():
-        if unit == "perplexity":
-            known = np.log(known)
-        note += f"; source {known[1]:.4f} against {known[0]:.4f}"
-    side = "lower" if values.mean() < 0 else "higher"
-    pair = f"{d.arm.name()} is {side} than {d.base.name()}"
-    return f"- {pair} by {plus_minus(np.sign(values.mean()) * values)} nats/token, {note}."
-
-
-def difference_table(found: list[Difference], experiment) -> list[str]:
-    if not found:
-        return []
-    values = {}
-    for d in found:  # at depths that all seeds have
-        pair = (d.arm.name(), getattr(d.base, experiment.base))
-        values[pair] = d.values.dropna(axis="columns")
-    frame = pd.concat(values, names=["loss of", "less that of"]).drop(columns="mu_rec")
-    frame = frame.dropna(axis="columns", how="all").sort_index(axis="columns")
-    frame = frame.add_prefix("depth ")
-    rows = frame.groupby(level=[0, 1], sort=False).agg(signed)
-    return ["## Differences of loss by depth, paired by seed", "", *frame_table(rows)]
-
-
-def signed(values: pd.Series) -> str:
-    return plus_minus(values.dropna(), "+.4f")
-
-
-# -- tables
-
-
-def source_table(arms: list[Arm], unit: str) -> list[str]:
-    """Rows and columns of arms, at mu_rec or at the source's depths; its number right of ours."""
-    known = set().union(*(arm.source for arm in arms))
-    depths = [depth for depth in ("mu_rec", *sorted(DEPTHS)) if depth in known]
+def difference_table(found: list[Difference]) -> list[str]:
     rows = {}
-    for arm, depth in product(arms, depths or ["mu_rec"]):
-        row = rows.setdefault(arm.row, {"": arm.row})
-        name = arm.col or f"depth {depth}"
-        row[name] = cell(arm, depth, unit)
-        if depths:
-            row[f"source, {name}"] = arm.source.get(depth, "–")
-    frame = pd.DataFrame(rows.values()).fillna("–")
-    return table([name.split(",")[0] for name in frame], frame.to_numpy())
+    for d in found:
+        values = d.values.dropna(axis="columns")  # depths that all seeds have
+        row = {"arm": d.arm.name(), "less": d.base.name(), "seeds": len(values)}
+        for depth in values:
+            row[f"depth {depth}"] = plus_minus(values[depth], "+.4f")
+        rows[len(rows)] = row
+    if not rows:
+        return []
+    depths = [f"depth {depth}" for depth in ["mu_rec", *sorted(DEPTHS)]]
+    columns = ["arm", "less", "seeds", *depths]
+    frame = pd.DataFrame(rows, columns).dropna(how="all").T.set_index("arm")
+    return ["## Differences of loss by depth, paired by seed", "", *frame_table(frame)]
+
+
+# -- the other tables
 
 
 def score_table(arms: list[Arm]) -> list[str]:
-    """Scores by the rules they were measured by, and the source's."""
+    """The mean over seeds of each score, by the rules it was measured by."""
     scores = []
-    said = []
     for arm in arms:
-        known = [f"{of} {arm.source[of]}" for of in arm.source if of not in {"mu_rec", *DEPTHS}]
-        if known:
-            said.append(f"- Source, {arm.name()}: {'; '.join(known)}.")
         for line in arm.runs:
             scores += [{"arm": arm.name()} | score for score in line["core"]]
     if not scores:
         return []
-    rules = ["arm", "panel", "name", "depth", *CoreRules._fields[1:]]
-    frame = pd.DataFrame(scores).reindex(columns=[*rules, "mean"])
-    frame = frame.astype(object).fillna("–").astype({"mean": float})
+    frame = pd.DataFrame(scores).drop(columns="std", errors="ignore")
+    rules = [name for name in frame if name != "mean"]
+    frame[rules] = frame[rules].astype(object).fillna("–")
     means = frame.groupby(rules, sort=False)["mean"].agg(plus_minus)
-    return ["## Downstream", "", *frame_table(means.to_frame()), *said, ""]
+    return ["## Downstream", "", *frame_table(means.to_frame())]
 
 
 def run_table(arms: list[Arm]) -> list[str]:
@@ -236,12 +196,9 @@ def run_table(arms: list[Arm]) -> list[str]:
     rows = {}
     for arm in arms:
         for line in arm.runs:
-            rows[line["run"]] = line | {
-                "arm": arm.name(),
-                "run": Path(line["run"]).name,
-                "validation_loss": at_mu_rec(line),
-                "ρ(Ā)": line["spectra"].get("rho"),
-            }
+            rho = line["spectra"].get("rho")
+            more = {"arm": arm.name(), "validation_loss": at_mu_rec(line), "ρ(Ā)": rho}
+            rows[line["run"]] = line | more
     header, *body = records_table(list(rows.values()), RUN_COLUMNS)
     return ["## Runs", "", header.replace("_", " "), *body]
 
@@ -261,11 +218,19 @@ def origin(line: dict) -> str:
 
 def curve(line: dict, kind: str) -> tuple:
     """(x, y) of one run's curve over training."""
-    names = OVER_TRAINING | {"validation loss": f"loss.{line['mu_rec']}"}
-    name = names.get(kind) or kind.replace("validation at ", "loss.")
-    history = pd.concat([pd.DataFrame(line["curve"]), pd.json_normalize(line["evals"])])
-    values = history.set_index("tokens").reindex(columns=[name])[name].dropna()
-    return values.index / 1e6, values.to_numpy(float)
+    evals = line["evals"]
+    if kind == "ρ(Ā)":
+        values = {record["tokens"]: record.get("rho") for record in evals}
+    elif kind.startswith("validation"):
+        depth = kind.removeprefix("validation at ")
+        if kind == "validation loss":
+            depth = str(line["mu_rec"])
+        values = {record["tokens"]: record["loss"].get(depth) for record in evals}
+    else:
+        logged = line["curve"]
+        values = dict(zip(logged["tokens"], logged.get(OVER_TRAINING[kind], [])))
+    known = pd.Series(values, dtype=float).dropna()
+    return known.index.to_numpy(float) / 1e6, known.to_numpy()
 
 
 def difference_plot(arms: list[Arm], ylabel: str, experiment) -> Plot:
@@ -273,113 +238,96 @@ def difference_plot(arms: list[Arm], ylabel: str, experiment) -> Plot:
     means = {arm.name(): {} for arm in arms}
     halves = dict.fromkeys(means)
     for d in differences(arms, experiment):
-        values = d.values.drop(columns="mu_rec").dropna(axis="columns")  # depths of all seeds
+        values = d.values.drop(columns="mu_rec").dropna(axis="columns")
         means[d.arm.name()] = values.mean().to_dict()
         if len(values) > 1:
-            halves[d.arm.name()] = half_width(values)
+            halves[d.arm.name()] = [half_width(values[depth]) for depth in values]
     plot = depth_plot(list(means.values()), ylabel)
     plot.half_widths = list(halves.values())
     return plot
 
 
+def level(line: dict) -> dict[int, float]:
+    """Losses by depth; of a model of one depth the key is 0, for a horizontal line."""
+    if line["loss"] and has_one_depth(line):
+        return {0: at_mu_rec(line)}
+    return line["loss"]
+
+
 def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
-    """A plot of the first seeds' runs, or of the mean differences over seeds; an arm may have no
-    run.
-    """
+    """A plot of the first seeds' runs, or of the mean differences over seeds."""
     ylabel = "\n".join([*textwrap.wrap(title, 30), kind])
     if kind == "difference by depth":
         return difference_plot(arms, ylabel, experiment)
-    firsts = [(arm.runs or [NO_RUN])[0] for arm in arms]
+    firsts = [arm.runs[0] if arm.runs else None for arm in arms]
     if kind == "loss by depth":
-        losses = []
-        for line in firsts:
-            level = line["loss"] and has_one_depth(line)
-            losses.append({0: at_mu_rec(line)} if level else line["loss"])
-        return depth_plot(losses, ylabel)
+        return depth_plot([level(line) if line else {} for line in firsts], ylabel)
     scale = "log" if kind in ("state norm", "residual") else "linear"
-    curves = [curve(line, kind) for line in firsts]
+    curves = [curve(line, kind) if line else ([], []) for line in firsts]
     return Plot("tokens trained, millions", ylabel, curves, {"yscale": scale})
 
 
 def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
-    """The figure; panels are split by the tables' rows or columns if the experiment says so."""
-    split = experiment.split
-    groups = {}
+    """The figure; panels are split by the arms' rows or columns if the experiment says so."""
+    groups = {}  # {title: {label: arm}}
+    names = {}
     for arm in arms:
-        title = getattr(arm, split) if split else ""
-        label = getattr(arm, OTHER[split]) if split else arm.name()
+        title = ""
+        label = arm.name()
+        if experiment.split == "row":
+            title = arm.row
+            label = arm.col
+        elif experiment.split == "col":
+            title = arm.col
+            label = arm.row
         groups.setdefault(title, {})[label] = arm
-    names = list(dict.fromkeys(chain.from_iterable(groups.values())))
+        names[label] = None
     plots = []
-    for (title, members), kind in product(groups.items(), experiment.panels):
+    for title, members in groups.items():
         shown = [members.get(name, Arm(name)) for name in names]
-        plots.append(plot_of(kind, shown, title, experiment))
-    return figure(path, CURVES, names, plots)
+        for kind in experiment.panels:
+            plots.append(plot_of(kind, shown, title, experiment))
+    return figure(path, CURVES, list(names), plots)
 
 
 # -- the page
 
 
-def introduction(args, experiment, lines: list[dict]) -> list[str]:
+def introduction(title: str, command: str, lines: list[dict]) -> list[str]:
     """What was run, and how to read the tables."""
-    ratios = sorted({f"{line['tokens_per_param']:.0f}" for line in lines}, key=float)
+    ratios = sorted({float(f"{line['tokens_per_param']:.2g}") for line in lines})
+    said = ", ".join(f"{ratio:g}" for ratio in ratios)
     if len(ratios) > 6:
-        ratios = [f"{ratios[0]} to {ratios[-1]}"]
-    seeds = ", ".join(map(str, sorted({line["seed"] for line in lines})))
+        said = f"{ratios[0]:g} to {ratios[-1]:g}"
+    seeds = sorted({line["seed"] for line in lines})
     unigram = fmt(lines[0]["unigram"])
     return [
-        f"# {experiment.title}: {args.scale}",
+        f"# {title}",
         "",
-        f"`{args.command}`",
+        f"`{command}`",
         "",
-        f"Training tokens a parameter: {', '.join(ratios)}. Seeds: {seeds}.",
-        f"Cells: validation {experiment.unit}, {CELLS}",
+        f"Training tokens a parameter: {said}. Seeds: {', '.join(map(str, seeds))}.",
+        CELLS,
         DIVERGED,
         f"Entropy of the token frequencies: {unigram} nats (stuck: a loss above 95 % of it).",
         "",
     ]
 
 
-def write_page(args, tables: list[list[Arm]]) -> None:
-    """results/NAME-SCALE.md and .png, also of a part of the runs; of the scaling experiments the
-    fits as well.
-    """
-    experiment = EXPERIMENTS[args.name]
-    arms = [arm for arm in chain.from_iterable(tables) if arm.runs]
-    lines = lines_of(arms)
-    if not lines:
-        fail(f"no finished run of {args.name} to show; {args.out}.md is left as it is")
-    text = introduction(args, experiment, lines)
+def write_page(args, experiment, tables: list[list[Arm]]) -> None:
+    """OUT.md and OUT.png, also of a part of the runs."""
+    shown = []
     found = []
     for part in tables:
-        shown = [arm for arm in part if arm.runs or arm.source]
-        pairs = differences(part, experiment)
-        found += pairs
-        if shown:
-            text += source_table(shown, experiment.unit)
-        if pairs:
-            text += [*(sentence(d, experiment.unit) for d in pairs), ""]
+        shown += [arm for arm in part if arm.runs or arm.source]
+        found += differences(part, experiment)
+    arms = [arm for arm in shown if arm.runs]
+    lines = [line for arm in arms for line in arm.runs]
+    text = introduction(f"{experiment.title}: {args.scale}", args.command, lines)
+    text += loss_table(shown)
+    text += difference_table(found)
     text += draw(arms, experiment, Path(f"{args.out}.png"))
     text += score_table(arms)
-    text += difference_table(found, experiment)
     text += run_table(arms)
     text += [*sorted({origin(line) for line in lines}), ""]
     save_page(args.out, text)
-    good = [line for line in lines if not line["diverged_at"]]
-    if good and experiment.depths == DENSE:
-        write_fit(rows_of(good), rows_of(held_out(good)), args.out)
-
-
-def held_out(fitted: list[dict]) -> list[dict]:
-    """Other runs in the ledger of the same looped model, rows and recipe, to predict."""
-    wanted = family(fitted[-1])
-    others = [line for line in read_ledger().values() if family(line) == wanted]
-    return [line for line in others if line not in fitted and not line["diverged_at"]]
-
-
-def family(line: dict) -> dict:
-    """What held-out runs share with the fitted ones."""
-    free = {"steps", "seed", "mu_rec", "mu_bwd"}
-    known = defaults() | line["settings"]
-    shared = {name: value for name, value in known.items() if name not in free}
-    return shared | {"data": line["data"]}

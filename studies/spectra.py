@@ -21,15 +21,13 @@ import pandas as pd
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from core_eval import open_run
 from dataloader import PackedData
-from looped.checkpoint import checkpoints, read_checkpoint, step_of
-from looped.console import Parser, fail, outside, positive_int, run_cli
-from looped.figures import Plot, figure, fmt, frame_table
-from looped.files import write_atomic
+from looped.common import Parser, fail, positive_int
 from looped.ops import hash_keys
 from looped.randomness import FOR_EVAL
-from model import DiagonalInjection, discretise
+from looped.run import checkpoints, read_checkpoint, step_of
+from model import DiagonalInjection, discretise, load_run
+from tools.figures import Plot, figure, fmt, frame_table, save_page
 
 # not an Apple GPU, which lacks float64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -90,18 +88,20 @@ def stage_norms(model, ids, keys) -> dict:
 @torch.no_grad()
 def loop_norms(model, ids, keys, loops: int) -> dict:
     """{"state": {depth: ‖h‖}, "residual": {depth: ‖h - previous h‖}, "expansion": {depth: ‖C h‖/‖h‖}}."""
-    found = {"state": {}, "residual": {}, "expansion": {}}
+    state = {}
+    residual = {}
+    expansion = {}
     previous = None
     for depth, h in model.states(ids, range(loops + 1), keys):
         x = h.double()
-        found["state"][depth] = mean_norm(x)
+        state[depth] = mean_norm(x)
         if depth:
-            found["residual"][depth] = mean_norm(x - previous)
+            residual[depth] = mean_norm(x - previous)
             if model.C is not None:
                 ratio = model.C(h).double().norm(dim=-1) / x.norm(dim=-1)
-                found["expansion"][depth] = ratio.mean().item()
+                expansion[depth] = ratio.mean().item()
         previous = x
-    return found
+    return {"state": state, "residual": residual, "expansion": expansion}
 
 
 @torch.no_grad()
@@ -112,39 +112,35 @@ def channels(model) -> dict:
     rates = (model.injection.A_log, model.injection.dt_bias)
     decay, gain = discretise(*rates, model.cfg.gain)
     _, dt = discretise(*rates, "euler")
-    values = torch.stack([decay, gain / dt]).cpu()
-    found = values.quantile(torch.tensor(list(QUANTILES.values())), dim=1)
-    return pd.DataFrame(found, list(QUANTILES), ["decay", "gain/Δ"]).to_dict()
+    shares = list(QUANTILES.values())
+    found = {}
+    for name, values in (("decay", decay), ("gain/Δ", gain / dt)):
+        quantiles = values.cpu().quantile(torch.tensor(shares))
+        found[name] = dict(zip(QUANTILES, quantiles.tolist()))
+    return found
 
 
 def measure_run(path: Path, args) -> Iterator[dict]:
     """Yields what is measured of a run's newest checkpoint or, with --checkpoints, of each by step."""
-    model, _, config = open_run(path, DEVICE)
+    model, _, config = load_run(path, DEVICE, torch.float32 if DEVICE.type == "cpu" else None)
     if model.cfg.n_core == 0:
         fail(f"{path} has no loop to look into; leave it out")
-    data = PackedData(config["data"]["path"])
-    if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
-        fail(f"{data.folder} does not fit {path}: it needs rows of its own tokenizer")
+    data = PackedData(Path(config["data"]["path"]))
     numbers = np.arange(min(args.rows, data.rows("val")))
-    rows = torch.from_numpy(data.get("val", numbers))
-    ids = rows[:, :-1][:, : model.cfg.seq_len].to(DEVICE)
+    rows = data.get("val", numbers)[:, :-1]
+    ids = torch.from_numpy(rows).to(DEVICE)
     keys = hash_keys(FOR_EVAL, each=numbers, device=DEVICE)
-    command = config.get("command", "imported weights")
-    batch = config["args"].get("batch_size", 0)  # imported weights have none
     for file in checkpoints(path) if args.checkpoints else [path / config["checkpoint"]]:
-        with outside(f"{file} is damaged", "delete it, or leave --checkpoints out"):
-            model.load_state_dict(read_checkpoint(file)["model"])
+        model.load_state_dict(read_checkpoint(file)["model"])
         step = step_of(file)
-        ratio = step * batch * model.cfg.seq_len / config["params"]
-        about = {
-            "name": f"step {step}" if args.checkpoints else f"{path.name}, step {step}",
-            "step": step,
-            "tokens": ids.numel(),
-            "about": f"`{command}`: {ratio:.2g} tokens a parameter at step {step}.",
-            "spectra": model.spectra(),
-        }
-        norms = stage_norms(model, ids, keys) | loop_norms(model, ids, keys, LOOPS)
-        yield about | norms | channels(model)
+        tokens = step * config["args"]["batch_size"] * model.cfg.seq_len
+        ratio = tokens / config["params"]
+        run = {"step": step, "tokens": ids.numel(), "spectra": model.spectra()}
+        run["name"] = f"step {step}" if args.checkpoints else f"{path.name}, step {step}"
+        run["about"] = f"`{config['command']}`: {ratio:.2g} tokens a parameter at step {step}."
+        run |= stage_norms(model, ids, keys)
+        run |= loop_norms(model, ids, keys, LOOPS)
+        yield run | channels(model)
 
 
 def picture(key: str, frame: pd.DataFrame, steps: list[int], out: Path) -> list[str]:
@@ -179,12 +175,8 @@ def main(argv=None):
     add("--out", type=Path, help="folder to write to (default: the first run)")
     add("--rows", type=positive_int, default=32, help="validation rows (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.checkpoints and len(args.runs) > 1:
-        fail(f"--checkpoints is for one run, not {len(args.runs)}")
     out = args.out or args.runs[0]
-    runs = []
-    for path in args.runs:
-        runs += measure_run(path, args)
+    runs = [run for path in args.runs for run in measure_run(path, args)]
     steps = [run["step"] for run in runs] if args.checkpoints else []
     lines = ["# Norms in the loop", ""]
     for run in runs[-1:] if args.checkpoints else runs:
@@ -198,11 +190,8 @@ def main(argv=None):
         if len(frame):
             lines += picture(key, frame, steps, out)
             tables += [f"## {label}", "", *frame_table(frame.map(fmt, spec=".4g"))]
-    lines += tables
-    write_atomic(out / "norms.md", "\n".join(lines).encode())
-    print(*lines, sep="\n")
-    print(f"written: {out}/norms.md and figures")
+    save_page(out / "norms", lines + tables)
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    main()

@@ -211,17 +211,19 @@ class Oracle:
         return logits.exp().sum(1).log() - logits[torch.arange(len(ids)), targets]
 
     def loss(self, ids, targets, keys, n, k):
-        """Summed cross-entropy of rows (B, T), with the norms of the states and of their last changes, summed."""
-        total, norm, change = 0.0, 0.0, 0.0
+        """Summed cross-entropy of rows (B, T), with the norms of the states and, where rows loop as a whole, of their
+        last changes, summed.
+        """
+        total, norms = 0.0, {"state_norm": 0.0, "residual": 0.0}
         for i in range(len(ids)):
             states = self.states(ids[i], int(keys[i]), n[i], k[i])
             total = total + self.token_losses(states[-1], ids[i], targets[i]).sum()
             if len(states) > 1:
-                norm += states[-1].norm(dim=-1).sum().item()
-                moves = [(new - old).norm(dim=-1) for old, new in zip(states, states[1:])]
-                for of_token in torch.stack(moves, 1).tolist():  # a finished one moves no more
-                    change += [move for move in of_token if move > 0][-1]
-        return total, {"state_norm": norm, "residual": change}
+                norms["state_norm"] += states[-1].norm(dim=-1).sum().item()
+                norms["residual"] += (states[-1] - states[-2]).norm(dim=-1).sum().item()
+        if n.ndim == 2:
+            del norms["residual"]
+        return total, norms
 
     def gradients(self, loss) -> dict:
         grads = torch.autograd.grad(loss, list(self.w.values()), allow_unused=True)

@@ -2,7 +2,7 @@
 # Every check of this repository: style, then tests. Makes the same .venv as speedrun.sh if it is missing.
 set -euo pipefail
 CDPATH='' cd "$(dirname "$0")/.."
-PY= bash speedrun.sh setup
+bash speedrun.sh setup
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q "$@" # the tests' models are too small for two threads

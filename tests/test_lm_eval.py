@@ -1,52 +1,28 @@
-"""tools/lm_eval.py: the harness is told what the model says, one token at a time. Needs lm_eval."""
+"""tools/lm_eval.py: the harness is told what the model says, one token at a time."""
 
-import json
-import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import refused
-from safetensors.torch import save_file
 
-import tokenizer_train as tt
-from looped.tokenizer import save_tokenizer
+from looped.tokenizer import special_ids
 from model import Model, ModelConfig
-from tools import convert
-
-pytest.importorskip("lm_eval")
-from tools import lm_eval as adapter  # noqa: E402
-
-V = 300
+from tools import lm_eval as adapter
+from tools.lm_eval import encode_pair, sampling_of, windows
+from tools.sample import Sampling
 
 
 @pytest.fixture
-def harness(tmp_path):
-    """A run with random weights as the harness sees it."""
-    tokenizer = tmp_path / "tokenizer.json"
-    rng = random.Random(0)
-    words = []
-    for _ in range(300):
-        letters = rng.choices("abcdeéf 12 '\n", k=rng.randint(1, 9))
-        words.append("".join(letters))
-    text = " ".join(words)
-    ranks = tt.train_bpe(iter([text]), V)
-    save_tokenizer(tokenizer, ranks)
-    c = ModelConfig(vocab_size=V, seq_len=16, d_model=32, n_head=1, d_mlp=64)
-    model = Model(c)
+def lm(enc, monkeypatch):
+    """A model with random weights and a context of 16 tokens, as the harness sees it."""
+    model = Model(ModelConfig(vocab_size=300, seq_len=16, d_model=32, n_head=1, d_mlp=64))
     model.init_weights(0)
     for name, w in model.named_parameters():
         if name.endswith(("o.weight", "proj.weight")):
-            torch.nn.init.normal_(w, 0, 0.2)
-    made = tmp_path / "made"
-    made.mkdir()
-    save_file(model.state_dict(), made / "model.safetensors")
-    config = {"model_type": "looped"} | vars(c)
-    (made / "config.json").write_text(json.dumps(config))
-    run = str(tmp_path / "run")
-    convert.main(["import", str(made), run, "--tokenizer", str(tokenizer)])
-    return adapter.Looped(run, depth=3, batch=2, device="cpu")
+            torch.nn.init.normal_(w, 0, 0.2, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(adapter, "open_run", lambda run, device: (model.eval(), enc, {}))
+    return adapter.Looped("run", depth=3, batch=2, device="cpu")
 
 
 def asked(*args):
@@ -55,8 +31,8 @@ def asked(*args):
 
 def next_logits(lm, ids, context):
     key = torch.tensor([lm.key(context)])
-    hidden = lm.model.hidden(torch.tensor([ids]), 3, key)
-    return lm.model.head(hidden[0, -1])
+    with torch.no_grad():
+        return lm.model.head(lm.model.hidden(torch.tensor([ids]), 3, key)[0, -1])
 
 
 def direct(lm, context, continuation):
@@ -65,95 +41,89 @@ def direct(lm, context, continuation):
     greedy = True
     ids = (context + continuation)[-17:]
     for i in range(len(ids) - len(continuation), len(ids)):
-        token = ids[i]
         logits = next_logits(lm, ids[:i], context)
-        total += F.log_softmax(logits, -1)[token].item()
-        greedy = greedy and int(logits.argmax()) == token
+        total += F.log_softmax(logits, -1)[ids[i]].item()
+        greedy = greedy and int(logits.argmax()) == ids[i]
     return total, greedy
 
 
-PAIRS = [
-    ("abc de", " fab"),
-    ("", "bad cab"),
-    ("a b  ", "c"),
-    ("deaf " * 9, "face"),
-    ("abc de", " e12"),
-    ("abc", ""),
-]  # nothing is certain; fmt: skip
+def test_harness_values_equal_direct_ones(lm):
+    pairs = [("abc de", " fab"), ("", "bad cab"), ("a b  ", "c"), ("deaf " * 9, "face"), ("a", "b")]
+    found = lm.loglikelihood([asked(*pair) for pair in pairs], disable_tqdm=True)
+    for (context, continuation), got in zip(pairs, found, strict=True):
+        first = lm.enc.encode_ordinary(context.rstrip())
+        rest = lm.enc.encode_ordinary(context + continuation)[len(first) :]
+        nats, greedy = direct(lm, first or [lm.bos], rest)
+        assert got[0] == pytest.approx(nats, abs=1e-4) and got[1] == greedy
 
 
-def test_harness_values_equal_direct_ones(harness):
-    lm = harness
-    enc = lm.enc
-    found = lm.loglikelihood([asked(*pair) for pair in PAIRS])
-    for (context, continuation), got in zip(PAIRS, found, strict=True):
-        first = enc.encode_ordinary(context.rstrip()) if context else []
-        rest = enc.encode_ordinary(context + continuation)[len(first) :]
-        nats, greedy = direct(lm, first or [lm.prefix_token_id], rest)
-        assert got[0] == pytest.approx(nats, abs=1e-4)
-        assert got[1] == greedy
+class Joins:
+    """A tokenizer of words, which takes "self" as one."""
+
+    def encode_ordinary(self, text):
+        return text.split()
 
 
-def test_rolling_windows_count_every_token_once(harness):
+def test_a_continuation_has_a_token_of_its_own():
+    assert encode_pair(Joins(), "x = s", "elf") == (["x", "=", "s"], ["elf"])
+    assert encode_pair(Joins(), "x = ", "self") == (["x", "="], ["self"])
+    with pytest.raises(ValueError, match="continuation of 'import' is empty"):
+        encode_pair(Joins(), "import", "")
+
+
+@pytest.mark.parametrize("bos_first", [False, True])
+def test_rolling_windows_score_every_token_once(bos_first):
+    ids = list(range(1, 44))
+    pairs = list(windows(ids, 0, 16, bos_first))
+    assert sum((new for _, new in pairs), []) == ids
+    assert all(len(before) + len(new) <= 17 for before, new in pairs)
+    text = [0, *ids]
+    for before, new in pairs:
+        end = text.index(new[0])
+        expected = text[end - len(before) : end]
+        assert before == ([0, *expected[1:]] if bos_first else expected)
+    assert len(pairs[-1][0]) == 17 - len(pairs[-1][1])  # the last window is full, too
+
+
+def test_a_whole_text_is_the_sum_of_its_windows(lm):
     text = "abc bad face de éf " * 5
-    ids = [harness.prefix_token_id, *harness.enc.encode_ordinary(text)]
-    total, _ = direct(harness, ids[:1], ids[1:17])
-    for a in range(17, len(ids), 16):  # each later window is full, and scores what is new
-        new = ids[a : a + 16]
-        before = ids[a + len(new) - 17 : a]
-        nats, _ = direct(harness, before, new)
-        total += nats
-    (found,) = harness.loglikelihood_rolling([asked(text)])
-    assert found == pytest.approx(total, abs=1e-3)
+    ids = lm.enc.encode_ordinary(text)
+    for lm.bos_first in (False, True):
+        pairs = windows(ids, lm.bos, 16, lm.bos_first)
+        total = sum(direct(lm, before, new)[0] for before, new in pairs)
+        (found,) = lm.loglikelihood_rolling([asked(text)])
+        assert found == pytest.approx(total, abs=1e-3)
 
 
-def test_harness_generates_the_greedy_text(harness):
-    lm = harness
+def test_the_harness_generates_the_greedy_text(lm):
     prompt = lm.enc.encode_ordinary("abc de")
     made = list(prompt)
+    specials = special_ids(range(297)).values()
     for _ in range(6):
         token = int(next_logits(lm, made, prompt).argmax())
-        if token in lm.stop:
+        if token in specials:
             break
         made.append(token)
     text = lm.enc.decode(made[len(prompt) :])
     stop = text[2:4]
-    whole = asked("abc de", {"until": [], "max_gen_toks": 6})
-    cut = asked("abc de", {"until": [stop], "max_gen_toks": 6})
-    assert lm.generate_until([whole, cut]) == [text, text.split(stop)[0]]
+    requests = [asked("abc de", {"until": until, "max_gen_toks": 6}) for until in ([], stop)]
+    assert lm.generate_until(requests, disable_tqdm=True) == [text, text.split(stop)[0]]
 
 
-def test_sampling_follows_the_harness_settings(harness, monkeypatch):
-    seen = []
-    monkeypatch.setattr(adapter, "generate", lambda *args: seen.append(args[-1]) or [])
-    cases = (
-        ({"do_sample": True, "top_k": 3, "top_p": 0.5}, (1.0, 3, 0.5)),
-        ({"do_sample": True, "temperature": 0.2}, (0.2, 0, 1.0)),
-        ({"top_k": 3}, (0, 3, 1.0)),
-    )
-    for settings, want in cases:
-        harness.generate_until([asked("abc", settings | {"max_gen_toks": 6})])
-        how = seen.pop()
-        assert (how.temperature, how.top_k, how.top_p) == want
+def test_generation_settings_mean_what_they_say():
+    assert sampling_of({"do_sample": True, "top_k": 3}) == Sampling(1.0, 3, 1.0, 256)
+    assert sampling_of({"temperature": 0.2, "top_k": -1}) == Sampling(0.2, -1, 1.0, 256)
+    assert sampling_of({"top_p": 0.5, "max_tokens": 9}) == Sampling(0, 0, 0.5, 9)
+    assert sampling_of({"do_sample": False, "temperature": 0.7}).temperature == 0
+    for wrong in ({"temperature": -1}, {"top_k": -1000}, {"top_p": 1.5}, {"top_p": -0.5}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=name):
+            sampling_of(wrong)
 
 
-def test_a_prompt_must_have_room_and_an_answer_must_be_a_number(harness, capsys):
-    long = asked("abc " * 20, {"until": [], "max_gen_toks": 16})  # the context is 16
-    refused(capsys, lambda: harness.generate_until([long], True), "max_gen_toks=16 leaves no room")
-    torch.nn.init.constant_(harness.model.norm_f.weight, torch.nan)
-    refused(capsys, lambda: harness.score([([1], [2])]), "at depth 3 is not finite")
-
-
-@pytest.mark.parametrize("given", [{"detph": 4}, {"depth": 0}, {"depth": 10**9}, {"batch": "auto"}])
-def test_unknown_and_unusable_model_args_are_named(harness, tmp_path, capsys, given):
-    run = str(tmp_path / "run")
-    (name,) = given
-    refused(capsys, lambda: adapter.Looped(run, **given), name)
-    adapter.Looped(run, batch_size="1", max_batch_size=None, trust_remote_code=True)
-
-
-def test_the_harness_own_default_device(monkeypatch):
-    """It passes "cuda" where nobody named a device."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert adapter.usable_device("cuda:0") == adapter.usable_device(None)
-    assert adapter.usable_device("cpu") == "cpu"
+def test_unknown_model_args_and_prompts_without_room_are_named(lm):
+    with pytest.raises(ValueError, match="detph"):
+        adapter.Looped("run", detph=4)
+    adapter.Looped("run", batch_size="1", max_batch_size=None, trust_remote_code=True, device="cpu")
+    with pytest.raises(ValueError, match="max_gen_toks=16 leaves no room"):
+        lm.complete("abc", {"max_gen_toks": 16})

@@ -9,8 +9,8 @@ import torch
 from helpers import assert_same_gradients, gradients, run_program, small_model, token_batch
 
 from looped.depth import sample_depths
-from looped.logs import read_log
-from looped.ops import attend
+from looped.ops import attend, hashed_normal
+from looped.run import read_log
 from model import PRESETS, ModelConfig
 
 CARD = "cuda"
@@ -48,6 +48,17 @@ def test_attention_and_its_gradients_are_right_in_bfloat16(rows, heads):
     want = results(by_products, torch.float64)
     for own, right in zip(results(attend, torch.bfloat16), want, strict=True):
         assert (own.double() - right).norm() < 0.01 * right.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_random_states_are_the_cpus(compiled):
+    """Triton takes the hash's 64-bit arithmetic, and one row or three give the same numbers."""
+    draw = torch.compile(hashed_normal) if compiled else hashed_normal
+    keys = torch.tensor([5, -7, 1 << 62])
+    want = hashed_normal(keys, 300, 768, 1.0)
+    for rows in (3, 1):
+        got = draw(keys[:rows].to(CARD), 300, 768, 1.0).cpu()
+        assert (got - want[:rows]).abs().max() < 1e-3
 
 
 def both(changes):

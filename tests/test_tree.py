@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "train": {"looped", *SHARED, "core_eval", "muon"},
     "looped": {"looped"},
     "tools": {"looped", "tools", *TOP},
-    "studies": {"looped", "studies", *TOP},
+    "studies": {"looped", "studies", "tools", *TOP},
 }
 FILES = sorted(p.relative_to(ROOT) for p in ROOT.glob("*.py")) + sorted(
     p.relative_to(ROOT) for folder in ("looped", "tools", "studies") for p in (ROOT / folder).glob("**/*.py")

@@ -5,15 +5,14 @@ The reference's conventions are written out here once more, in plain loops and f
 weights' names on.
 """
 
-import base64
 import json
 import math
 
 import pytest
 import torch
-from helpers import refused
+from helpers import documents, refused
 
-from looped.tokenizer import load_tokenizer
+from looped.tokenizer import PATTERN, SPECIALS, load_tokenizer
 from model import Model, load_run
 from tools import convert
 
@@ -208,44 +207,50 @@ def test_import_export_import_keeps_every_bit(folder, tokenizer, tmp_path, capsy
     refused(capsys, lambda: convert.main(words), "no setting my_gain")
 
 
-def hugging_face(file, first):
-    """Our tokenizer file as the library `tokenizers` writes one, with the specials at 0 to first - 1."""
-    ours = json.loads(file.read_text())
-    level = [*range(33), *range(127, 161), 173]
-    letter = {byte: chr(256 + level.index(byte) if byte in level else byte) for byte in range(256)}
-    raw = [base64.b64decode(token) for token in ours["ranks"]]
-    words = ["".join(letter[byte] for byte in token) for token in raw]
-    merges = [pair_of(words, i) for i in range(256, len(words))]
-    specials = [{"content": name, "id": i} for i, name in enumerate(ours["specials"])]
-    pattern = {"type": "Split", "pattern": {"Regex": ours["pattern"]}}
-    return {
-        "added_tokens": specials,
-        "pre_tokenizer": {"pretokenizers": [pattern, {"type": "ByteLevel"}]},
-        "model": {"vocab": {word: first + i for i, word in enumerate(words)}, "merges": merges},
-    }
+def trained_by_the_library(texts):
+    """A byte-level BPE of Hugging Face's, its special tokens first."""
+    library = pytest.importorskip("tokenizers")
+    level = library.pre_tokenizers.ByteLevel
+    made = library.Tokenizer(library.models.BPE())
+    split = library.pre_tokenizers.Split(library.Regex(PATTERN), "isolated")
+    parts = [split, level(add_prefix_space=False, use_regex=False)]
+    made.pre_tokenizer = library.pre_tokenizers.Sequence(parts)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=V,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=level.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    return made
 
 
-def pair_of(words, i):
-    """The pair of earlier tokens that token i is."""
-    earlier = set(words[:i])
-    cuts = range(1, len(words[i]))
-    at = next(at for at in cuts if {words[i][:at], words[i][at:]} <= earlier)
-    return f"{words[i][:at]} {words[i][at:]}"
-
-
-def test_a_tokenizer_with_specials_first_renumbers_the_rows(folder, tokenizer, enc, tmp_path):
-    """Row i of the import must be the token's own row."""
-    (folder / "tokenizer.json").write_text(json.dumps(hugging_face(tokenizer, first=3)))
+def test_a_tokenizer_of_the_library_reads_alike_and_its_rows_are_renumbered(folder, tmp_path):
+    theirs = trained_by_the_library(documents(200))
+    theirs.save(str(folder / "tokenizer.json"))
     convert.main(["import", str(folder), str(tmp_path / "run")])
     model, _, _ = load_run(tmp_path / "run")
+    ours = load_tokenizer(tmp_path / "run/tokenizer.json")
     state = reference_state(settings())
-    theirs = (torch.arange(V) + 3) % V
-    assert torch.equal(model.wte.weight, state["transformer.wte.weight"][theirs])
+    text = "naïve 你好 🙂 the core state\n and loops 12345  'LL\u00a0x"
+    at, rows = ours.encode_ordinary(text), theirs.encode(text).ids
+    assert len(at) < len(text.encode())  # some pairs were merged
+    assert torch.equal(model.wte.weight[at], state["transformer.wte.weight"][rows])
     for i, table in model.ve.items():
-        assert torch.equal(table.weight, state[f"value_embeds.{i}.weight"][theirs])
-    found = load_tokenizer(tmp_path / "run/tokenizer.json")
-    text = "naïve 你好 🙂 def f(x):\n    return 12345"
-    assert found.encode_ordinary(text) == enc.encode_ordinary(text)
+        assert torch.equal(table.weight[at], state[f"value_embeds.{i}.weight"][rows])
+    specials = [ours.encode_single_token(name) for name in SPECIALS]
+    assert torch.equal(model.wte.weight[specials], state["transformer.wte.weight"][:3])
+
+
+@pytest.mark.parametrize("change", [
+    {"normalizer": {"type": "NFC"}}, {"pre_tokenizer": {"type": "Whitespace"}}, {"merges": []},
+])  # fmt: skip
+def test_a_tokenizer_that_would_read_otherwise_is_refused(folder, change):
+    theirs = trained_by_the_library(documents(200))
+    data = json.loads(theirs.to_str())
+    data["model"]["merges"] = change.pop("merges", data["model"]["merges"])
+    with pytest.raises(ValueError, match="tokenizer"):
+        convert.tokenizer_from_hf(data | change)
 
 
 @pytest.mark.parametrize("change, message", [

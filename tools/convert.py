@@ -151,6 +151,10 @@ def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
     specials have the last ids, theirs often the first.
     """
     model = data["model"]
+    split, level = data["pre_tokenizer"].get("pretokenizers") or ({}, {})
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    if data["normalizer"] or not plain.items() <= level.items():
+        raise ValueError("the tokenizer is not plain byte-level BPE")
     specials = {token["content"]: token["id"] for token in data["added_tokens"]}
     vocab = {text: i for text, i in model["vocab"].items() if text not in specials}
     tokens = sorted(vocab, key=vocab.get)
@@ -158,7 +162,6 @@ def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
     # theirs lists the pairs to merge, ours the tokens in the order in which they arise
     if [pair.replace(" ", "") for pair in made] != tokens[256:]:
         raise ValueError("the tokenizer's merges are not in the order of its ids")
-    split, _ = data["pre_tokenizer"]["pretokenizers"]
     raw = [token.translate(RAW).encode("latin-1") for token in tokens]
     ours = file_content(raw, split["pattern"]["Regex"])
     return ours, sorted(vocab.values()) + [specials[name] for name in SPECIALS]

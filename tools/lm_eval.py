@@ -80,7 +80,7 @@ class Looped:
         self.model, self.enc, _ = open_run(run, self._device)
         self.size = self.model.cfg.seq_len
         self.bos_first = add_bos_token
-        self.depth = int(depth or self.model.cfg.mu_rec)
+        self.depth = self.model.cfg.mu_rec if depth is None else int(depth)
         self.batch = int(batch)
         self.seed = int(seed)
         self.stop = special_tokens(self.enc)

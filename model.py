@@ -722,10 +722,6 @@ class Model(nn.Module):
             generator = torch.Generator().manual_seed(key & 0x7FFFFFFFFFFFFFFF)
             p.copy_(p.init(p.shape, generator))
 
-    def muon_parameters(self) -> set[str]:
-        """Names of Muon's matrices: attention's q, k, v, o and the MLP's (paper, table of groups)."""
-        return {name for name, p in self.named_parameters() if p.muon}
-
     # -- prelude, core, coda ----------------------------------------------------------------------
 
     def prelude(self, ids, cache=None):
@@ -979,9 +975,8 @@ class Model(nn.Module):
         The loop stays in Python, since its length varies. core_step gets one graph with gradient and
         one without, for any number of sequences.
         """
-        torch.fx.experimental._config.backed_size_oblivious = (
-            True  # one sequence is any number, too
-        )
+        # one sequence is any number, too
+        torch.fx.experimental._config.backed_size_oblivious = True
         compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
         step = compiled(self.core_step)
 

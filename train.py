@@ -467,7 +467,7 @@ def warm_up(model: Model, optimizer: Optimizer, args, place: Place, compiled: bo
             f"training without torch.compile, which failed: {type(e).__name__} {str(e)[:100]}"
         )
         model.uncompile()
-        optimizer.zero_grad()
+        fit_device_batch(model, optimizer, args, place)
 
 
 def note_idle_parameters(model: Model, optimizer: Optimizer, before: dict, place: Place) -> None:

@@ -47,7 +47,6 @@ def number(kind: type, least: float):
 
 positive_int = number(int, 1)
 non_negative_int = number(int, 0)
-positive_float = number(float, sys.float_info.min)
 non_negative_float = number(float, 0)
 
 

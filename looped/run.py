@@ -66,9 +66,8 @@ def save_checkpoint(folder: Path, step: int, model, optimizer, rank: int, keep_e
         return
     weights = {}
     for name, p in model.state_dict().items():
-        weights[name] = p.to(
-            "cpu", copy=True
-        )  # p is a view of a buffer, which torch would save whole
+        # a copy: p is a view of a buffer, which torch would save whole
+        weights[name] = p.to("cpu", copy=True)
     state = {"step": step, "config": asdict(model.cfg), "model": weights, "optimizer": moments}
     write_atomic(folder / f"step_{step:07d}.pt", lambda file: torch.save(state, file))
     for old in checkpoints(folder)[:-2]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group exists: its defaults would keep the group alive
 
 from looped.common import fail
 

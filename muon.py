@@ -132,7 +132,7 @@ class Muon:
         held = len(buffer.members[buffer.part])  # this rank's matrices; padding may follow
         if held == 0:
             return
-        lr = rates.lr * self.lr
+        lr = rates.lr * self.lr * buffer.lr
         weight_decay = rates.weight_decay * self.weight_decay
         numbers = (lr, weight_decay, rates.momentum, 1 - rates.momentum)
         on_device = [torch.full((), number, device=ok.device) for number in numbers]
@@ -162,7 +162,7 @@ class AdamW:
         return {"first": torch.zeros_like(p), "second": torch.zeros_like(p)}
 
     def apply(self, buffer: "Buffer", rates: Rates, step, ok) -> None:
-        lr = torch.full((), rates.lr * self.lr, device=ok.device)
+        lr = torch.full((), rates.lr * self.lr * buffer.lr, device=ok.device)
         if self.update_clip:
             lr = self.clipped_rate(buffer, lr, step)
         constants = (*self.betas, self.eps)
@@ -198,6 +198,7 @@ class Buffer:
     def __init__(self, rule, members: list, rank: int, world: int):
         self.rule = rule
         self.members = members  # (name, parameter)
+        self.lr = own_rate(members[0][1])  # a multiple of the rule's
         self.spans = []  # of each member
         end = 0
         for _, p in members:
@@ -234,8 +235,15 @@ class Buffer:
         return [*lengths, len(self.p) - sum(lengths)]
 
 
+def own_rate(p: torch.Tensor) -> float:
+    """The parameter's own multiple of its rule's learning rate: its attribute lr, if it has one."""
+    return getattr(p, "lr", 1.0)
+
+
 def members_of_buffers(rule, members: list) -> list[list]:
-    """The parameters of each buffer: matrices of one shape; each large table; the rest."""
+    """The parameters of each buffer, all of one rate: matrices of one shape; each large table; the
+    rest.
+    """
     kinds: dict = {}
     for name, p in members:
         kind = "rest"
@@ -243,7 +251,7 @@ def members_of_buffers(rule, members: list) -> list[list]:
             kind = tuple(p.shape)
         elif p.numel() >= LARGE:
             kind = name
-        kinds.setdefault(kind, []).append((name, p))
+        kinds.setdefault((own_rate(p), kind), []).append((name, p))
     # the last first: their order decides how sums are rounded, and with it recorded runs' last bits
     return [same[::-1] for same in kinds.values()]
 

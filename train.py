@@ -37,12 +37,7 @@ import core_eval
 import dataloader
 import tokenizer_train
 from dataloader import PackedData
-from looped.common import (
-    Parser,
-    fail,
-    ints,
-    note,
-)
+from looped.common import Parser, fail, ints, note
 from looped.core_tasks import bundle_at, load_panel
 from looped.depth import deepest, sample_depths, share_out
 from looped.machine import Place, best_dtype, connect, disconnect, environment, to_device
@@ -53,7 +48,6 @@ from looped.run import (
     begun_config,
     check_same_settings,
     is_finished,
-    newest_checkpoint,
     restore,
     save_checkpoint,
 )
@@ -282,33 +276,18 @@ def settle_device_batch(args, world: int) -> None:
 # write a rule as in muon.py, a function here, and its line in OPTIMIZERS.
 
 
-def by_rate(named: list) -> dict[float, list]:
-    """(name, parameter) pairs by the parameter's own multiple of the rate."""
-    groups = {}
-    for name, p in named:
-        groups.setdefault(getattr(p, "lr", 1.0), []).append((name, p))
-    return groups
-
-
 def muon_groups(named: list, args, compiled: bool) -> list:
     """Muon for the blocks' matrices, AdamW for the rest."""
-    groups = []
-    for multiple, members in by_rate([pair for pair in named if not pair[1].muon]).items():
-        groups.append((AdamW(multiple * args.adam_lr, compile=compiled), members))
-    for multiple, members in by_rate([pair for pair in named if pair[1].muon]).items():
-        rule = Muon(multiple * args.muon_lr, args.weight_decay, compile=compiled)
-        groups.append((rule, members))
-    return groups
+    matrices = [(name, p) for name, p in named if p.muon]
+    rest = [(name, p) for name, p in named if not p.muon]
+    muon = Muon(args.muon_lr, args.weight_decay, compile=compiled)
+    return [(AdamW(args.adam_lr, compile=compiled), rest), (muon, matrices)]
 
 
 def adamw_groups(named: list, args, compiled: bool) -> list:
     """AdamW for everything, without epsilon, updates clipped per tensor: as the RDM is trained."""
-    groups = []
-    for multiple, members in by_rate(named).items():
-        rate = multiple * args.adam_lr
-        rule = AdamW(rate, betas=(0.9, 0.95), eps=0.0, update_clip=True, compile=compiled)
-        groups.append((rule, members))
-    return groups
+    rule = AdamW(args.adam_lr, betas=(0.9, 0.95), eps=0.0, update_clip=True, compile=compiled)
+    return [(rule, named)]
 
 
 OPTIMIZERS = {"muon": muon_groups, "adamw": adamw_groups}
@@ -318,8 +297,6 @@ def make_optimizer(model: Model, args, place: Place, compiled: bool) -> Optimize
     """The optimiser of all parameters that are not frozen (`requires_grad_(False)`)."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = OPTIMIZERS[args.optimizer](named, args, compiled)
-    grouped = sorted(name for _, members in groups for name, _ in members)
-    assert grouped == sorted(name for name, _ in named), "every parameter belongs to one group"
     return Optimizer(groups, args.clip, place.rank, place.world)
 
 
@@ -661,8 +638,7 @@ def train_steps(args, place: Place, data: PackedData, model, optimizer, yardstic
             if bad == BAD_STEPS:
                 fail(
                     f"{bad} steps in a row, up to step {step}, had no finite loss or gradient; lower "
-                    f"--adam-lr (now {args.adam_lr:g}) and --muon-lr; the newest checkpoint is "
-                    f"{newest_checkpoint(log.folder)}"
+                    f"--adam-lr (now {args.adam_lr:g}) and --muon-lr"
                 )
             due = is_due(args.save_every, step) or is_due(args.keep_every, step)
             if due or stopped or step == end:

@@ -86,6 +86,15 @@ def test_update_clipping_equals_a_float64_formula():
     assert np.abs(p.detach().numpy() - want).max() < 1e-6
 
 
+def test_a_parameter_may_carry_its_own_rate():
+    p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    q.lr = 0.25
+    optimizer = Optimizer([(AdamW(4e-3), [("p", p), ("q", q)])])
+    (p.sum() + q.sum()).backward()
+    optimizer.step(Rates(), {"loss": torch.tensor(0.0)})
+    assert (q == 0.25 * p).all() and (p < 0).all()
+
+
 @pytest.mark.parametrize("size", [1e-15, 1e-19, 1e-23, 1e-30])
 def test_without_epsilon_no_gradient_is_too_small(size):
     """Its square may be 0 in float32; no element moves further than Adam's do."""

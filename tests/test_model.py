@@ -35,6 +35,7 @@ from model import (
     flat,
     parameter_count,
 )
+from tools.sample import Depth, KVCache, read
 
 SMALL = ModelConfig(vocab_size=40, seq_len=6, d_model=16, n_head=2, d_mlp=24, mu_rec=5)
 
@@ -237,6 +238,10 @@ def test_a_window_is_seen_by_every_kernel(monkeypatch):
         other[:, 2] = (ids[:, 2] + 1) % 40
         changed = model.hidden(ids, 1, keys) != model.hidden(other, 1, keys)
         assert changed.any(-1).any(0).nonzero().flatten().tolist() == list(range(2, 9))
+    model.dtype = torch.float64
+    cache = KVCache(model, 12, 2)
+    pieces = [read(model, token, keys, cache, Depth(2))[0] for token in ids.split(1, dim=1)]
+    assert torch.allclose(torch.cat(pieces, 1), model.hidden(ids, 2, keys), atol=1e-9)
 
 
 def test_the_loop_index_counts_each_rows_own_loops():

@@ -186,6 +186,19 @@ def test_a_compiled_run_computes_the_same(base, packed, tmp_path):
     assert_close(base, tmp_path / "r", 1e-3)
 
 
+def test_a_compiler_that_fails_ends_only_a_run_that_asks_for_it(
+    packed, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nonexistent",))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    monkeypatch.setattr(train, "COMPILE_STEPS", 1)
+    here(packed, tmp_path / "auto")
+    assert "training without torch.compile" in capsys.readouterr().out
+    assert read_log(tmp_path / "auto").evals[-1]["final"]
+    with pytest.raises(Exception, match="nonexistent"):
+        here(packed, tmp_path / "on", "--compile", "on")
+
+
 def test_a_matched_pair_differs_in_the_gain_alone(base, packed, tmp_path):
     here(packed, tmp_path / "zoh", "--gain", "zoh")
     a, b = log(base), log(tmp_path / "zoh")

@@ -122,7 +122,7 @@ class LoopInputs(NamedTuple):
     write: torch.Tensor  # (B, T, D), of the activations' dtype: gain ⊙ (B e), added to the state
     values: list  # (B, T, D) or None for each core layer: the tokens' rows of its value table
 
-    def rows(self, n: int) -> "LoopInputs":
+    def first(self, n: int) -> "LoopInputs":
         """The inputs of the first n sequences. A field that is added must be cut here too."""
         decay = self.decay
         if decay is not None and decay.dim() > 1:
@@ -659,7 +659,7 @@ PRESETS = {
 # The model
 
 
-MAX_LOGITS = 1 << 31  # of a micro-batch at once: 32 rows of 2,048 tokens under 32,768 entries
+MAX_LOGITS = 1 << 31  # of a micro-batch at once: 32 sequences of 2,048 tokens under 32,768 entries
 
 
 class Model(nn.Module):
@@ -731,7 +731,7 @@ class Model(nn.Module):
         x = self.run_blocks(x, self.prelude_layers, values, self.context(ids, cache=cache))
         return x if self.norm_e is None else self.norm_e(x)
 
-    def initial_state(self, e, keys, positions=None):
+    def initial_state(self, e, seeds, positions=None):
         """h_0 (B, T, D), a function of (key, position, channel): see STATE_INITS."""
         B, T, D = e.shape
         std, cut = STATE_INITS[self.cfg.state_init]
@@ -740,10 +740,10 @@ class Model(nn.Module):
         if std is None:
             std = input_std(D)
         # a copy: given a view, torch recompiles whenever the tensor behind the view changes shape
-        return hashed_normal(keys, T, D, std, cut, positions).to(e.dtype, copy=True)
+        return hashed_normal(seeds, T, D, std, cut, positions).to(e.dtype, copy=True)
 
-    def enter_loop(self, ids, keys, cache=None):
-        """ids (B, T), keys (B,) -> h_0 (B, T, D) and LoopInputs; a model without a loop: the
+    def enter_loop(self, ids, seeds, cache=None):
+        """ids (B, T), seeds (B,) -> h_0 (B, T, D) and LoopInputs; a model without a loop: the
         prelude's output, None.
         """
         e = self.prelude(ids, cache)
@@ -751,7 +751,7 @@ class Model(nn.Module):
             return e, None
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
         positions = None if cache is None else cache.positions
-        h = self.initial_state(e, keys, positions)
+        h = self.initial_state(e, seeds, positions)
         return h, LoopInputs(decay, write, self.values(ids, self.core_layers))
 
     def core_step(self, h, inputs: LoopInputs, index, cache=None):
@@ -854,7 +854,7 @@ class Model(nn.Module):
                 cache.begin_loop(loop.number, loop.live)
             with torch.set_grad_enabled(learning):
                 active = state[: loop.active]
-                core = self.core(inputs.rows(loop.active), loop.index, cache)
+                core = self.core(inputs.first(loop.active), loop.index, cache)
                 new = mechanism.step(active, history, loop.index, core)
                 if loop.live is not None:  # tokens that are done keep their state
                     live = loop.live.view(*loop.live.shape, *[1] * (new.dim() - 2))
@@ -872,11 +872,11 @@ class Model(nn.Module):
             )
         return step
 
-    def loss(self, ids, targets, keys, n, k):
+    def loss(self, ids, targets, seeds, n, k):
         """Summed cross-entropy of a micro-batch, nats, under truncated backpropagation through depth
         (paper, algorithm 2); and `statistics`.
 
-        ids, targets (B, T) int64; keys (B,) int64 from `hash_key`; n, k int arrays (B,) (or (B,
+        ids, targets (B, T) int64; seeds (B,) int64 from `hash_key`; n, k int arrays (B,) (or (B,
         T)) from `sample_depths`: loops without and with gradient.
         """
         n, k = np.asarray(n), np.asarray(k)
@@ -884,9 +884,9 @@ class Model(nn.Module):
             order = np.argsort(-(n + k), kind="stable")
             n, k = n[order], k[order]
             at = to_device(torch.from_numpy(order), ids.device)
-            ids, targets, keys = ids[at], targets[at], keys[at]
+            ids, targets, seeds = ids[at], targets[at], seeds[at]
         ids, targets = ids.contiguous(), targets.contiguous()
-        start, inputs = self.enter_loop(ids, keys)
+        start, inputs = self.enter_loop(ids, seeds)
         if inputs is None:
             return self.coda_loss(start, ids, targets), {}
         before = state = None
@@ -909,11 +909,11 @@ class Model(nn.Module):
     # -- evaluation -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def states(self, ids, depths: list[int], keys):
+    def states(self, ids, depths: list[int], seeds):
         """Yields (depth, h_depth (B, T, D)) for increasing depths; deeper states continue the
         shallower ones.
         """
-        h, inputs = self.enter_loop(ids, keys)
+        h, inputs = self.enter_loop(ids, seeds)
         wanted = sorted(set(depths))
         if inputs is None:
             for depth in wanted:
@@ -936,21 +936,21 @@ class Model(nn.Module):
         """
         if ids.size(1) > self.cfg.seq_len:
             raise ValueError(f"{ids.size(1)} tokens; the model takes {self.cfg.seq_len} at most")
-        keys = hash_keys(seed, FOR_SAMPLE, each=range(len(ids)), device=ids.device)
+        seeds = hash_keys(seed, FOR_SAMPLE, each=range(len(ids)), device=ids.device)
         loops = self.cfg.mu_rec if depth is None else depth
-        return self.head(self.hidden(ids, loops, keys))
+        return self.head(self.hidden(ids, loops, seeds))
 
     @torch.no_grad()
-    def hidden(self, ids, depth: int, keys):
+    def hidden(self, ids, depth: int, seeds):
         """Normed final hidden state (B, T, D). Right padding is inert (causal)."""
-        ((_, h),) = self.states(ids, [depth], keys)
+        ((_, h),) = self.states(ids, [depth], seeds)
         return self.coda(h, ids)
 
     @torch.no_grad()
-    def losses(self, ids, targets, depths: list[int], keys) -> dict[int, torch.Tensor]:
+    def losses(self, ids, targets, depths: list[int], seeds) -> dict[int, torch.Tensor]:
         """Cross-entropy of each token at each depth: {depth: (B, T) float32 nats}."""
         found = {}
-        for depth, h in self.states(ids, depths, keys):
+        for depth, h in self.states(ids, depths, seeds):
             found[depth] = self.token_losses(h, ids, targets)
         return found
 

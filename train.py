@@ -260,14 +260,15 @@ def settle(args, cfg: ModelConfig) -> int:
 
 def settle_device_batch(args, world: int) -> None:
     """The largest device batch up to DEVICE_BATCH that divides each rank's share of the batch."""
-    B, rows = args.batch_size, args.device_batch_size or 1
-    if B % (world * rows):
-        more = math.ceil(B / (world * rows)) * world * rows
-        what = f"is not a multiple of ranks × device batch = {world} × {rows}"
+    B, size = args.batch_size, args.device_batch_size or 1
+    unit = world * size
+    if B % unit:
+        more = math.ceil(B / unit) * unit
+        what = f"is not a multiple of ranks × device batch = {world} × {size}"
         fail(f"--batch-size {B} {what}; try {more}")
     if args.device_batch_size is None:
         share = B // world
-        fitting = [rows for rows in range(1, DEVICE_BATCH + 1) if share % rows == 0]
+        fitting = [size for size in range(1, DEVICE_BATCH + 1) if share % size == 0]
         args.device_batch_size = fitting[-1]
 
 
@@ -343,17 +344,17 @@ class Batch:
     """A rank's sequences of a step."""
 
     tokens: torch.Tensor  # (local, T + 1) int64, on the device
-    keys: torch.Tensor  # (local,) int64: where their initial states come from
+    seeds: torch.Tensor  # (local,) int64, of their initial states
     n: np.ndarray  # (local,) or (local, T): loops without gradient
     k: np.ndarray  # the same: loops with gradient
     depth_mean: float  # of all ranks' sequences
 
-    def parts(self, rows: int):
-        """Arguments of Model.loss for micro-batches of so many rows."""
-        for at in range(0, len(self.tokens), rows):
-            part = slice(at, at + rows)
+    def micro_batches(self, size: int):
+        """Arguments of Model.loss, for so many sequences at once."""
+        for at in range(0, len(self.tokens), size):
+            part = slice(at, at + size)
             tokens = self.tokens[part]
-            yield tokens[:, :-1], tokens[:, 1:], self.keys[part], self.n[part], self.k[part]
+            yield tokens[:, :-1], tokens[:, 1:], self.seeds[part], self.n[part], self.k[part]
 
 
 def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place) -> Batch:
@@ -362,10 +363,10 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place
     mine = share_out(n, k, place.world)[place.rank]
     rows = data.stream_ids(args.seed, step * B, B)[mine]
     tokens = torch.from_numpy(data.get("train", rows))
-    keys = hash_keys(args.seed, FOR_STATE, each=step * B + mine)
+    seeds = hash_keys(args.seed, FOR_STATE, each=step * B + mine)
     return Batch(
         tokens=to_device(tokens, place.device),
-        keys=to_device(keys, place.device),
+        seeds=to_device(seeds, place.device),
         n=n[mine],
         k=k[mine],
         depth_mean=float((n + k).mean()),
@@ -376,13 +377,13 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place
 # A step
 
 
-def accumulate(model: Model, batch: Batch, rows: int, step_tokens: int) -> dict:
-    """Gradients of this rank's sequences, in micro-batches of `rows` -> its share of the step's mean
-    loss and statistics, on the device. Nothing waits for the device.
+def accumulate(model: Model, batch: Batch, size: int, step_tokens: int) -> dict:
+    """Gradients of this rank's sequences, so many at once -> its share of the step's mean loss and
+    statistics, on the device. Nothing waits for the device.
     """
     means = {}
-    for ids, targets, keys, n, k in batch.parts(rows):
-        loss, stats = model.loss(ids, targets, keys, n, k)
+    for ids, targets, seeds, n, k in batch.micro_batches(size):
+        loss, stats = model.loss(ids, targets, seeds, n, k)
         (loss / step_tokens).backward()
         for name, value in {"loss": loss.detach(), **stats}.items():
             means[name] = means.get(name, 0.0) + value / step_tokens
@@ -393,14 +394,14 @@ def try_deepest(model: Model, args, place: Place) -> None:
     """A forward and backward pass of depths as the law draws them, then of the deepest: compiles
     what is compiled, and takes the most memory that training will. Then a validation's pass.
     """
-    cfg, rows = model.cfg, args.device_batch_size
-    tokens = torch.zeros(rows, cfg.seq_len + 1, dtype=torch.int64, device=place.device)
+    cfg, size = model.cfg, args.device_batch_size
+    tokens = torch.zeros(size, cfg.seq_len + 1, dtype=torch.int64, device=place.device)
     ids, targets = tokens[:, :-1], tokens[:, 1:]
-    keys = hash_keys(FOR_STATE, each=range(rows), device=place.device)
-    for n, k in (sample_depths(cfg, args.seed, 0, rows), deepest(cfg, rows)):
-        loss, _ = model.loss(ids, targets, keys, n, k)
+    seeds = hash_keys(FOR_STATE, each=range(size), device=place.device)
+    for n, k in (sample_depths(cfg, args.seed, 0, size), deepest(cfg, size)):
+        loss, _ = model.loss(ids, targets, seeds, n, k)
         loss.backward()
-    model.losses(ids, targets, [cfg.mu_rec], keys)
+    model.losses(ids, targets, [cfg.mu_rec], seeds)
 
 
 def fit_device_batch(model: Model, optimizer: Optimizer, args, place: Place) -> None:
@@ -414,13 +415,13 @@ def fit_device_batch(model: Model, optimizer: Optimizer, args, place: Place) -> 
         optimizer.zero_grad()
         if place.all(fits):
             return
-        rows = args.device_batch_size
-        if rows == 1:
+        size = args.device_batch_size
+        if size == 1:
             fail(
                 "out of memory with one sequence at once; try --checkpoint-loops, or a smaller --preset"
             )
-        args.device_batch_size = max(d for d in range(1, rows // 2 + 1) if rows % d == 0)
-        place.say(f"out of memory with {rows} sequences at once; trying {args.device_batch_size}")
+        args.device_batch_size = max(d for d in range(1, size // 2 + 1) if size % d == 0)
+        place.say(f"out of memory with {size} sequences at once; trying {args.device_batch_size}")
         torch.cuda.empty_cache()
 
 
@@ -481,10 +482,10 @@ def load_yardsticks(data: PackedData, args, place: Place) -> Yardsticks:
     return found
 
 
-def evaluate(model: Model, held_out: HeldOut, depths: list, rows: int, place: Place) -> dict:
+def evaluate(model: Model, held_out: HeldOut, depths: list, size: int, place: Place) -> dict:
     """Validation loss at mu_rec and these depths, and norms of the linear path."""
     depths = sorted({model.cfg.mu_rec, *depths}) if model.cfg.n_core else [0]
-    found = validate(model, held_out, depths, rows, place)
+    found = validate(model, held_out, depths, size, place)
     losses = "  ".join(f"{depth}: {loss:.4f}" for depth, loss in found["loss"].items())
     place.say(f"val loss by depth  {losses}  ({found['eval_tokens']:,} tokens)")
     return found | model.spectra()
@@ -530,7 +531,7 @@ def announce(config: dict, data: PackedData, place: Place) -> None:
     """The first lines on the screen."""
     args, steps, say = config["args"], config["steps"], place.say
     length = data.manifest["seq_len"]
-    B, rows = args["batch_size"], args["device_batch_size"]
+    B, size = args["batch_size"], args["device_batch_size"]
     there = data.rows("train") * length
     tokens = steps * B * length
     say(f"run    {args['out']}, {args['preset']}, seed {args['seed']}")
@@ -538,7 +539,7 @@ def announce(config: dict, data: PackedData, place: Place) -> None:
         f"model  {config['params']:,} parameters, {config['flops_per_token'] / 1e6:,.0f} MFLOPs a token"
     )
     say(f"data   {data.folder}: {there:,} tokens, seen {tokens / there:.2f} times")
-    say(f"steps  {steps:,} of {B} × {length} tokens; {place.world} × {rows} sequences at once")
+    say(f"steps  {steps:,} of {B} × {length} tokens; {place.world} × {size} sequences at once")
     say(f"on     {place.device.type}, {torch.get_num_threads()} threads a process, {args['dtype']}")
 
 

@@ -156,11 +156,11 @@ def trained_loops(cfg, share: float = 0.05) -> int:
     return int(last)
 
 
-def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, k) of rows at a depth that almost no draw exceeds (one in ten million of Poisson laws);
+def deepest(cfg, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """(n, k) of sequences at a depth that almost no draw exceeds (one in ten million of Poisson laws);
     memory is tried at this depth.
     """
-    return draw(cfg, np.full(rows, 1 - 1e-7), np.full(rows, 1 - 1e-5))
+    return draw(cfg, np.full(batch, 1 - 1e-7), np.full(batch, 1 - 1e-5))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -169,42 +169,44 @@ def deepest(cfg, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Loop:
-    """One loop of a micro-batch whose rows come deepest first."""
+    """One loop of a micro-batch, which is sorted by depth: deepest first."""
 
     number: int  # loops that ran before it
-    active: int  # rows 0 … active - 1 take it
-    index: torch.Tensor  # (active,), or (B, T): how many loops each row, or token, has taken before
-    live: torch.Tensor | None = None  # (B, T) bool: tokens that take it; None: all of these rows
+    active: int  # the first so many sequences take it
+    index: torch.Tensor  # (active,), or (B, T): loops that each sequence, or token, took before
+    live: torch.Tensor | None = None  # (B, T) bool: tokens that take it; None: all
     gradient: bool = False
 
 
-def even_plan(rows: int, depth: int, device) -> Iterator[Loop]:
-    """As many loops of all rows alike, without gradient."""
+def even_plan(batch: int, depth: int, device) -> Iterator[Loop]:
+    """As many loops of all sequences alike, without gradient."""
     for number in range(depth):
-        yield Loop(number, active=rows, index=torch.full((rows,), number, device=device))
+        yield Loop(number, active=batch, index=torch.full((batch,), number, device=device))
 
 
 def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
-    """The loops of truncated backpropagation: row, or token, i takes n[i] loops without gradient,
-    then k[i] with.
+    """The loops of truncated backpropagation: sequence i takes n[i] loops without gradient, then
+    k[i] with. n and k (B,), deepest first, or (B, T): the same for each token.
 
-    Rows, n and k (B,), come deepest first. The loops without gradient start together, those with
-    gradient end together, and a row that takes fewer than the most with gradient has none without:
-    so the rows of each loop are the first so many. Of tokens, n and k (B, T), every loop computes
-    all, and those that are done keep their state; others still attend to it. Three rows of (n, k) =
-    (3, 2), (1, 2), (0, 1), a column for each loop, # those with gradient:
+    All sequences start their loops without gradient together, and end those with gradient together.
+    A sequence with fewer than the most loops with gradient has none without, and joins late. So each
+    loop runs the first sequences of the batch. Three of them, (n, k) = (3, 2), (1, 2), (0, 1), with a
+    column for each loop, # for those with gradient:
 
         ...##
         .  ##
             #
+
+    With depths by token every loop runs all tokens. Those that are done keep their state, and others
+    still attend to it.
     """
-    wait = k.max() - k  # loops with gradient that pass before a row joins
+    wait = k.max() - k  # loops with gradient that pass before a sequence joins
     if n.ndim == 2:
         wait = np.zeros_like(k)
     if (n[wait > 0] > 0).any():
         raise ValueError("a depth law gave a sequence fewer loops with gradient, but some without")
-    taken = []  # of each loop: how many loops each row has taken before
-    takes = []  # and which rows take it
+    taken = []  # of each loop: how many loops each sequence took before
+    takes = []  # and which take it
     for t in range(n.max()):
         taken.append(np.full(n.shape, t))
         takes.append(n > t)
@@ -213,8 +215,8 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
         takes.append((wait <= t) & (t < wait + k))
     index = to_device(torch.from_numpy(np.stack(taken)), device)  # one copy for all loops
     loops = []
-    for number, rows in enumerate(takes):
-        active = int(rows.sum()) if n.ndim == 1 else len(n)
+    for number, taking in enumerate(takes):
+        active = int(taking.sum()) if n.ndim == 1 else len(n)
         loops.append(Loop(number, active, index[number, :active], gradient=number >= n.max()))
     if n.ndim == 2:
         masks = to_device(torch.from_numpy(np.stack(takes)), device)

@@ -20,7 +20,7 @@ sampling alike:
 
 What belongs to a sequence must be carried in the state, or padded: an entry of the history has the
 sequences that were active in its loop, and a later loop may have fewer (slice it) or more, which
-begin at h_0 (pad_rows).
+begin at h_0 (pad_batch).
 
 Letters as in model.py; Q loop indices. On the raw loop (`--injection none`) mechanisms replace the
 loop's sum; with `--injection diagonal` they act on top of Parcae's linear path.
@@ -41,8 +41,8 @@ def at_index(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of a learned table (Q, D) for loop indices (B,) or (B, T), beyond the table its last:
     (B, 1, D) or (B, T, D).
     """
-    rows = table[index.clamp(max=table.size(0) - 1)]
-    return rows.unsqueeze(1) if index.dim() == 1 else rows
+    found = table[index.clamp(max=table.size(0) - 1)]
+    return found.unsqueeze(1) if index.dim() == 1 else found
 
 
 def inverse_rms(x: torch.Tensor) -> torch.Tensor:
@@ -56,9 +56,9 @@ def inverse_rms(x: torch.Tensor) -> torch.Tensor:
     return (norm.square() / x.size(-1) + EPS).rsqrt()
 
 
-def pad_rows(x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
-    """x (R, T, *) with rows of `value` appended, (rows, T, *)."""
-    missing = rows - x.size(0)
+def pad_batch(x: torch.Tensor, batch: int, value: float) -> torch.Tensor:
+    """x (R, T, *) filled up with `value` to (batch, T, *)."""
+    missing = batch - x.size(0)
     if missing == 0:
         return x
     return F.pad(x, (0, 0, 0, 0, 0, missing), value=value)
@@ -90,7 +90,7 @@ class AttnRes(PlainLoop):
     that training never reached (here their query, still 0; beyond the table, the last); what
     truncated backpropagation does to the history (here entries made without gradient are constants,
     as the state is; the queries of the loops with gradient learn from them all the same). Memory:
-    the loops without gradient keep n + 1 entries of T D numbers a row and Q scores a token with
+    the loops without gradient keep n + 1 entries of T D numbers a sequence and Q scores a token with
     each, where the plain loop keeps only h.
     """
 
@@ -116,23 +116,23 @@ class AttnRes(PlainLoop):
     def step(self, h, history, index, core):
         """h (a, T, D), index (a,) -> h_{t+1} (a, T, D). Appends u_t to the history.
 
-        An entry has only the rows that took its loop, always the first ones; for the others it is
+        An entry has only the sequences that took its loop, always the first ones; for the others it is
         masked out.
         """
-        rows, tokens = h.shape[:2]
+        active, tokens = h.shape[:2]
         history.append(self.entry(core(h) - h))
         query = index.clamp(max=self.query.size(0) - 1)
         own = query.view(-1, 1, 1).expand(-1, tokens, 1)
         scores = []
         for _, score in history:
-            known = score[:rows]
+            known = score[:active]
             own_score = known.gather(-1, own[: known.size(0)])  # (R, T, 1)
-            scores.append(pad_rows(own_score, rows, -math.inf))
+            scores.append(pad_batch(own_score, active, -math.inf))
         alpha = torch.cat(scores, -1).softmax(-1)  # (a, T, entries) float32
         total = 0
         for i, (v, _) in enumerate(history):
             weight = alpha[: v.size(0), :, i : i + 1]
-            total = total + pad_rows(weight * v[:rows], rows, 0.0)
+            total = total + pad_batch(weight * v[:active], active, 0.0)
         return total.to(h.dtype)
 
 
@@ -147,7 +147,7 @@ class HyperConnected(PlainLoop):
     equal for ever. S = 1: a = r = σ(4), b = 1. Loop indices that training never reached have p = 0,
     those beyond the table the last p. u is the branch alone, core(c) - c, which is one reading of
     the source's "R(c, e)". Memory: a loop with gradient keeps about S + 2 states of T D numbers a
-    row more than the plain loop does; without gradient there are S states instead of one.
+    sequence more than the plain loop does; without gradient there are S states instead of one.
     """
 
     def __init__(self, cfg):

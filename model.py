@@ -379,26 +379,26 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """W' relu²(W x)"""
 
-    def __init__(self, cfg: "ModelConfig"):
+    def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
         self.fc = Linear(cfg.d_model, cfg.d_mlp, orthogonal(input_std(cfg.d_model)), muon=True)
         self.proj = Linear(cfg.d_mlp, cfg.d_model, INITS[cfg.init](cfg), muon=True)
 
-    def forward(self, x):
+    def forward(self, x, context: Context):
         return self.proj(F.relu(self.fc(x)).square())
 
 
 class SwiGLU(nn.Module):
     """W' (silu(W x) ⊙ (W'' x))"""
 
-    def __init__(self, cfg: "ModelConfig"):
+    def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
         init = orthogonal(input_std(cfg.d_model))
         self.fc = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
         self.up = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
         self.proj = Linear(cfg.d_mlp, cfg.d_model, INITS[cfg.init](cfg), muon=True)
 
-    def forward(self, x):
+    def forward(self, x, context: Context):
         return self.proj(F.silu(self.fc(x)) * self.up(x))
 
 
@@ -413,7 +413,7 @@ NORMS_OF_SUMS = {"prenorm": no_norm, "resnorm": RMSNorm}
 
 
 class Block(nn.Module):
-    """Layer number `layer`.
+    """Layer number `layer`: looped if that is in cfg.core_layers().
 
     prenorm: x += Attn(N(x)); x += MLP(N(x))
     resnorm (RDM): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)
@@ -422,10 +422,8 @@ class Block(nn.Module):
     def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
         d = cfg.d_model
-        self.layer = layer
-        self.looped = layer in cfg.core_layers()
         self.attn = Attention(cfg, layer)
-        self.mlp = MLPS[cfg.mlp](cfg)
+        self.mlp = MLPS[cfg.mlp](cfg, layer)
         self.norm1 = RMSNorm(d)
         self.norm2 = RMSNorm(d)
         self.norm3 = NORMS_OF_SUMS[cfg.block](d)
@@ -437,7 +435,7 @@ class Block(nn.Module):
         """
         dtype = context.cos.dtype
         x = self.norm3(x + self.attn(self.norm1(x).to(dtype), values, context))
-        return self.norm4(x + self.mlp(self.norm2(x).to(dtype)))
+        return self.norm4(x + self.mlp(self.norm2(x).to(dtype), context))
 
 
 # -------------------------------------------------------------------------------------------------

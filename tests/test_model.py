@@ -385,8 +385,8 @@ def test_initialisation_follows_its_table():
 
 
 class Scaled(MLP):
-    def __init__(self, cfg):
-        super().__init__(cfg)
+    def __init__(self, cfg, layer):
+        super().__init__(cfg, layer)
         self.proj_gate = parameter((cfg.d_model, 2), ones, muon=True, lr=0.1)
 
 

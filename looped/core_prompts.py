@@ -175,13 +175,21 @@ def crop(tokens: list, scored: int, context: int, task: Task, protocol: str):
 # -- a task as rows of tokens ----------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass
 class Option:
-    """A choice, context or continuation as the model reads it."""
+    """A choice, context or continuation."""
+
+    targets: Tensor  # the scored tokens
+    scores: Tensor | None = None  # what the model makes of them
+
+
+@dataclass
+class Row:
+    """What the model is fed. Options that differ in their last token alone share it."""
 
     example: int
     fed: Tensor  # (n,) int32
-    targets: Tensor  # the scored tokens: those that follow the last ones of `fed`
+    options: dict[tuple, Option] = field(default_factory=dict)  # by last token and length
 
 
 @dataclass
@@ -200,23 +208,8 @@ class EncodedTask:
     task: Task
     protocol: str
     groups: list[int]  # of all examples
-    examples: list[Example]  # of this rank
-    rows: list[list[Option]]  # a row is what its first option is fed; the others' begins it
-
-
-def share_rows(options) -> list[list[Option]]:
-    """The model is causal and all options start from the same states, so an option that begins
-    another's text needs no row of its own.
-    """
-    rows = []
-    for option in sorted(options, key=lambda option: -len(option.fed)):
-        n = len(option.fed)
-        home = [row for row in rows if torch.equal(row[0].fed[:n], option.fed)]
-        if home:
-            home[0].append(option)
-        else:
-            rows.append([option])
-    return rows
+    examples: list[Example] = field(default_factory=list)  # of this rank
+    rows: list[Row] = field(default_factory=list)
 
 
 def encode_task(
@@ -227,21 +220,20 @@ def encode_task(
     """
     protocol = panel.protocol
     asked = questions(task, panel, seed)
-    groups = [question.group for question in asked]
-    work = EncodedTask(task, protocol, groups, [], [])
+    work = EncodedTask(task, protocol, [question.group for question in asked])
     bos = [] if protocol == "lambada" else [enc.encode_single_token(BOS)]
     for number in range(place.rank, len(asked), place.world):
         example = Example(number, asked[number].gold)
-        distinct = {}
+        rows = {}  # by what is fed
         for tokens, scored in OPTIONS[protocol](task, asked[number], partial(encode, enc)):
             whole = bos + tokens
             tokens, scored = crop(whole, scored, context, task, protocol)
             example.cropped |= len(tokens) < len(whole)
             example.empty |= not scored
             ids = torch.tensor(tokens, dtype=torch.int32)
-            option = Option(number, ids[:-1], ids[len(ids) - scored :])
-            option = distinct.setdefault((scored, *tokens), option)
-            example.options.append(option)
+            row = rows.setdefault(tuple(tokens[:-1]), Row(number, ids[:-1]))
+            option = Option(ids[len(ids) - scored :])
+            example.options.append(row.options.setdefault((tokens[-1], scored), option))
         work.examples.append(example)
-        work.rows += share_rows(distinct.values())
+        work.rows += rows.values()
     return work

@@ -9,7 +9,6 @@ Sources: DCLM (arXiv 2406.11794) and its eval/heavy.yaml; nanochat's and Parcae'
 
 import hashlib
 import json
-import re
 import time
 import zipfile
 from argparse import ArgumentTypeError
@@ -134,10 +133,6 @@ TITLES = {
 }
 
 OWN_TASK = "FILE:KIND[,shots=N][,chance=PERCENT]"
-OWN_TASK_PATTERN = (
-    r"(?P<file>.+):(?P<settings>(?P<kind>mc|schema|lm)(,shots=(?P<shots>\d{1,4}))?"
-    r"(,chance=(?P<chance>\d\d?(\.\d+)?))?)"
-)
 
 
 def own_task(text: str) -> Task:
@@ -145,16 +140,16 @@ def own_task(text: str) -> Task:
 
     Its label ends in a hash of the file and of its settings, so that another file is another task.
     """
-    given = re.fullmatch(OWN_TASK_PATTERN, text)
-    if not given:
-        raise ArgumentTypeError(f"{text} is not {OWN_TASK}, in this order; KIND: mc, schema or lm")
-    path = Path(given["file"]).resolve()  # never the name of a file in the bundle
-    content = path.read_bytes() + given["settings"].encode()
-    digest = hashlib.sha256(content).hexdigest()
+    file, _, settings = text.rpartition(":")
+    kind, *given = settings.split(",")
+    options = {"shots": "0", "chance": "0"} | dict(part.split("=") for part in given)
+    if kind not in FIELDS or len(options) > 2:
+        raise ArgumentTypeError(f"{text} is not {OWN_TASK}; KIND: {', '.join(FIELDS)}")
+    path = Path(file).resolve()  # never the name of a file in the bundle
+    digest = hashlib.sha256(path.read_bytes() + settings.encode()).hexdigest()
     label = f"{path.stem}-{digest[:8]}"
-    shots = int(given["shots"] or 0)
-    chances = dict.fromkeys(("v1", "v2"), float(given["chance"] or 0))
-    return Task(label, str(path), given["kind"], shots, " ", chances, int(digest[:12], 16))
+    chances = dict.fromkeys(("v1", "v2"), float(options["chance"]))
+    return Task(label, str(path), kind, int(options["shots"]), " ", chances, int(digest[:12], 16))
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -249,7 +244,7 @@ class Panel:
     tasks: list[Task]
     averaged: list[Task]  # those whose mean is the panel's score
     rows: dict[str, list[dict]] = field(default_factory=dict)  # by label, of those that can be run
-    left_out: list[str] = field(default_factory=list)  # a line for each reason
+    left_out: list[str] = field(default_factory=list)  # labels of the others
     sha256: str | None = None  # of the bundle's tasks
 
 
@@ -263,21 +258,13 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
         files = read_bundle(path)
         panel.sha256 = hashlib.sha256(b"".join(files.values())).hexdigest()
     files |= {task.file: Path(task.file).read_bytes() for task in own}
-    short = 0
     for task in panel.tasks:
-        if task.file not in files:
-            panel.left_out.append(f"left out: {task.label}, as {task.file} is not there")
-            continue
-        rows = parse_rows(files[task.file], task)
+        rows = parse_rows(files[task.file], task) if task.file in files else []
         # dclm takes fewer shots where there are few examples
         if len(rows[:limit]) > (task.shots if protocol == "parcae" else 0):
             panel.rows[task.label] = rows
         else:
-            short += 1
-    if short:
-        enough = 1 + max(task.shots for task in panel.tasks)
-        why = f"fewer examples than their shots and one; give {enough} (--max-per-task {enough})"
-        panel.left_out.append(f"left out: {short} tasks with {why}")
+            panel.left_out.append(task.label)
     if not any(task.label in panel.rows for task in panel.averaged):
-        fail(f"no task of {TITLES[name]} can be run; {'; '.join(panel.left_out)}")
+        fail(f"no task of {TITLES[name]} can be run: too few examples for the shots, or no files")
     return panel

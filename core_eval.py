@@ -102,23 +102,23 @@ def score_batch(model, task: Task, settings: Settings, seed, batch: list[Row]) -
     Right padding is inert, as all is causal. All rows of an example have one key.
     """
     device = settings.place.device
-    ids = pad_sequence([row.fed for row in batch], batch_first=True).long()
     options = []
-    at = []  # in the flattened ids: the positions just before the scored tokens
+    places = []  # of the rows and positions just before each option's tokens
     for b, row in enumerate(batch):
-        end = b * ids.shape[1] + len(row.fed)
+        end = len(row.fed)
         for option in row.options.values():
-            at += range(end - len(option.targets), end)
             options.append(option)
-    ids = to_device(ids, device)
-    at = to_device(torch.tensor(at, dtype=torch.int64), device)
+            places.append((b, slice(end - len(option.targets), end)))
+    ids = pad_sequence([row.fed for row in batch], batch_first=True)
+    ids = to_device(ids.long(), device)
     targets = torch.cat([option.targets for option in options])
     targets = to_device(targets.long(), device)
     examples = [row.example for row in batch]
     keys = hash_keys(seed, FOR_EVAL, task.index, each=examples, device=device)
     found = []
     for _, h in model.states(ids, settings.depths, keys):
-        x = model.coda(h, ids).flatten(0, 1)[at]  # (S, D)
+        x = model.coda(h, ids)  # (B, T, D)
+        x = torch.cat([x[place] for place in places])
         pieces = zip(x.split(4096), targets.split(4096))
         scores = [token_scores(model, *piece) for piece in pieces]
         found.append(torch.cat(scores, 1))
@@ -175,20 +175,20 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> list[dict]:
     score_rows(model, work, settings, seed)
     shape = len(settings.depths), len(COLUMNS), len(work.groups)
     table = torch.zeros(shape, dtype=torch.float64)
-    for at, of_depth in enumerate(table):
+    for at in range(len(settings.depths)):
         for example in work.examples:
             scores = [option.scores[at] for option in example.options]
             answer = decide(scores, work.task.kind, work.protocol)
             nats = sum(loss.double().sum().item() for loss, _ in scores)
             values = [answer, answer == example.gold, nats, example.cropped, example.empty]
-            of_depth[:, example.number] = torch.tensor(values, dtype=torch.float64)
+            table[at, :, example.number] = torch.tensor(values, dtype=torch.float64)
     if settings.place.world > 1:
         table = table.to(settings.place.device)
         dist.all_reduce(table)
-    for depth, of_depth in zip(settings.depths, table):
-        if not of_depth.isfinite().all():
-            why = "training diverged, or that is too deep"
-            raise NotFiniteError(f"the model's answer at depth {depth} is not finite: {why}")
+    if not table.isfinite().all():
+        depths = ", ".join(map(str, settings.depths))
+        why = "training diverged, or that is too deep"
+        raise NotFiniteError(f"not all answers at depth {depths} are finite: {why}")
     return [dict(zip(COLUMNS, of_depth)) for of_depth in table.cpu().numpy()]
 
 
@@ -199,15 +199,17 @@ def evaluate(model, enc, panel: Panel, settings: Settings, known=()):
     model = model.uncompiled()
     context = model.cfg.seq_len
     for task in panel.tasks:
-        if task.label in known or task.label not in panel.rows:
+        if task.label in known:
             continue
         by_seed = []
         for seed in settings.seeds:
             shots = SHOT_SEED if panel.protocol == "dclm" else seed
             work = encode_task(task, panel, shots, enc, context, settings.place)
             by_seed.append(run_task(model, work, settings, seed))
-        entries = [task_entry(work, results, settings) for results in zip(*by_seed)]
-        yield task.label, dict(zip(settings.depths, entries))
+        entries = {}
+        for depth, results in zip(settings.depths, zip(*by_seed)):
+            entries[depth] = task_entry(work, results, settings)
+        yield task.label, entries
 
 
 def quick_score(model, enc, panel: Panel, place: Place) -> dict:
@@ -262,10 +264,11 @@ def task_entry(work: EncodedTask, results: list[dict], settings: Settings) -> di
     entry = {"n": len(work.groups), "accuracy": spread(shares, error)}
     entry["centered"] = spread(centred, error / (1 - chance))
     for name in ODDITIES:
-        entry[name] = int(sum(columns[name].sum() for columns in results))
+        counts = [columns[name].sum() for columns in results]
+        entry[name] = int(sum(counts))
     if work.protocol == "lambada":
-        perplexity = [float(np.exp(columns["nats"].mean())) for columns in results]
-        entry["perplexity"] = spread(perplexity, None)
+        nats = [columns["nats"].mean() for columns in results]
+        entry["perplexity"] = spread(np.exp(nats).tolist(), None)
     return entry
 
 
@@ -278,7 +281,8 @@ def average(title: str, tasks: list[Task], entries: dict) -> dict:
         title = f"{len(done)} of the {len(tasks)} tasks of {title}"
     by_task = [score["per_seed"] for score in done]
     means = [float(np.mean(of_seed)) for of_seed in zip(*by_task)]
-    error = math.hypot(*(score["std"] for score in done)) / len(done)
+    errors = [score["std"] for score in done]
+    error = math.hypot(*errors) / len(done)
     counts = {"tasks_done": len(done), "tasks_total": len(tasks)}
     return {"name": title, **spread(means, error), **counts}
 
@@ -289,7 +293,10 @@ def averages(name: str, tasks: list[Task], entries: dict) -> dict:
     for task in tasks:
         if task.label in entries:
             groups[getattr(task, name)].append(task)
-    return {title: average(title, done, entries)["mean"] for title, done in groups.items()}
+    means = {}
+    for title, done in groups.items():
+        means[title] = average(title, done, entries)["mean"]
+    return means
 
 
 def summarise(panel: Panel, entries: dict) -> dict:
@@ -308,17 +315,19 @@ def summarise(panel: Panel, entries: dict) -> dict:
 
 
 def plus_minus(score: dict) -> str:
-    mean = f"{score['mean']:.4f}"
-    return mean if score["std"] is None else f"{mean} ± {score['std']:.4f}"
+    if score["std"] is None:
+        return f"{score['mean']:.4f}"
+    return f"{score['mean']:.4f} ± {score['std']:.4f}"
 
 
 def describe(label: str, depth: int, entry: dict) -> str:
     """The line on the screen for a task."""
-    accuracy = plus_minus(entry["accuracy"])
-    over_chance = entry["centered"]["mean"]
-    odd = [f"{entry[name]} {text}" for name, text in ODDITIES.items() if entry[name]]
-    scores = f"{accuracy}  centred {over_chance:+.4f}  n {entry['n']:5d}  {', '.join(odd)}"
-    return f"{label:33} depth {depth}  {scores}"
+    scores = f"{plus_minus(entry['accuracy'])}  centred {entry['centered']['mean']:+.4f}"
+    line = f"{label:33} depth {depth}  {scores}  n {entry['n']:5d}"
+    for name, text in ODDITIES.items():
+        if entry[name]:
+            line += f"  {entry[name]} {text}"
+    return line
 
 
 # -- the program -----------------------------------------------------------------------------------
@@ -353,7 +362,7 @@ def parse_args():
     add("--max-per-task", type=positive_int, help="examples (default: all)")
     add(
         "--bundle",
-        help=f"zip or folder of the task data (default: {BUNDLE}, fetched once)",
+        help=f"zip of the task data (default: {BUNDLE}, fetched once)",
     )
     add("--data", help="packed rows of --panel val (default: the run's)")
     add(
@@ -427,14 +436,18 @@ def read_records(path: Path, header: dict) -> dict:
 
 
 def open_panel(args, place: Place) -> Panel:
-    protocol = "parcae" if args.protocol == "nanochat" else args.protocol
+    protocol = args.protocol
     if args.panel == "lambada":
         protocol = "lambada"
-    bundle = bundle_at(args.bundle, place.rank) if args.panel != "own" else None
+    elif protocol == "nanochat":
+        protocol = "parcae"
+    bundle = None
+    if args.panel != "own":
+        bundle = bundle_at(args.bundle, place.rank)
     panel = load_panel(bundle, args.panel, protocol, args.max_per_task, args.task)
     if panel.left_out:
-        few = "no file, or no more examples than shots (--max-per-task)"
-        place.say(f"{len(panel.left_out)} tasks left out ({few}): {', '.join(panel.left_out)}")
+        labels = ", ".join(panel.left_out)
+        place.say(f"left out, as there is no file or no more examples than shots: {labels}")
     return panel
 
 
@@ -452,7 +465,8 @@ def run_panel(model, enc, panel: Panel, path: Path, header: dict, settings: Sett
         place.say(f"{len(known)} tasks are in {path} already")
     for label, found in evaluate(model, enc, panel, settings, known):
         for depth, entry in found.items():
-            tasks = records[str(depth)]["tasks"] | {label: entry}
+            tasks = records[str(depth)]["tasks"]
+            tasks[label] = entry
             records[str(depth)] = summarise(panel, tasks)
             place.say(describe(label, depth, entry))
         if place.rank == 0:
@@ -496,8 +510,7 @@ def main():
     for depth in depths:
         score = records[str(depth)]["aggregate"]
         place.say(f"depth {depth}: {score['name']} {plus_minus(score)}")
-    by = f", centred by baselines {args.baselines}" if args.panel.startswith("core") else ""
-    place.say(f"written: {path}{by}")
+    place.say(f"written: {path}")
     disconnect(place)
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from looped import corpus
-from looped.common import Parser, fail, file_hash, note, positive_int, write_atomic, write_json
+from looped.common import Parser, fail, file_hash, positive_int, write_atomic, write_json
 from looped.randomness import permute
 from looped.tokenizer import BOS, encode, load_tokenizer
 
@@ -185,8 +185,6 @@ def finish(folder, settings, entries):
     tokens = rows * settings["seq_len"]
     print(f"{folder}: {tokens:,} training tokens in full rows; unigram entropy {nats:.3f} nats")
     print(f"training text: {', '.join(f'{n:,} {name}' for name, n in counts.items())}")
-    if counts["cropped tokens"] > 0.5 * counts["tokens"]:
-        note("most of the text was cropped; try --long-docs split")
 
 
 # ---- the training stream
@@ -218,19 +216,16 @@ class PackedData:
         self.sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def check(self, seq_len, vocab_size, batch_size=1):
-        """Refuses rows of another length, vocabulary or tokenizer, or too few for one step."""
-        m = self.manifest
-        if file_hash(self.folder / "tokenizer.json") != m["tokenizer_sha256"]:
-            fail(f"{self.folder}/tokenizer.json is not the tokenizer of these rows; pack again")
+        """Refuses rows of another length or vocabulary, or too few for one step."""
         for name, wanted in (("seq_len", seq_len), ("vocab_size", vocab_size)):
-            if m[name] != wanted:
-                advice = f"try --{name.replace('_', '-')} {m[name]} or pack again"
-                packed = f"{self.folder} was packed with {name} {m[name]}"
-                fail(f"{packed}, the model has {wanted}; {advice}")
+            made = self.manifest[name]
+            if made != wanted:
+                advice = f"try --{name.replace('_', '-')} {made} or pack again"
+                fail(f"{self.folder} was packed with {name} {made}, not {wanted}; {advice}")
         rows = self.rows("train")
         if rows < batch_size:
-            fewer = f"{rows} training rows, fewer than --batch-size {batch_size}"
-            fail(f"{self.folder} has {fewer}; give more text, or try --batch-size {rows}")
+            advice = f"give more text, or try --batch-size {rows}"
+            fail(f"{rows} training rows are fewer than --batch-size {batch_size}; {advice}")
 
     def rows(self, split):
         return int(self.edges[split][-1])

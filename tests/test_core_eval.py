@@ -6,7 +6,6 @@ import json
 import math
 import random
 import sys
-import zipfile
 from functools import partial
 from types import SimpleNamespace
 
@@ -125,7 +124,7 @@ LOG = """
 
 
 def test_core_of_a_public_log():
-    panel = core_tasks.Panel("core-extended", "parcae", None, TASKS, TASKS)
+    panel = core_tasks.Panel("core-extended", "parcae", None, TASKS)
     for version, core, digits in (("v1", 0.119520, 6), ("v2", 0.0950, 4)):
         entries = {}
         for task, accuracy in zip(TASKS, LOG.split()):
@@ -308,14 +307,10 @@ def test_a_diverged_model_has_no_score(enc):
 # ---- tasks and their files
 
 
-def test_zip_and_folder_are_the_same_and_lines_end_at_newline_only(tmp_path):
+def test_lines_of_a_file_end_at_newline_only(tmp_path):
     files = small_core()
     files["world_knowledge/arc_easy.jsonl"][0]["query"] = "one\x85line\u2028 still"
-    whole = write_bundle(tmp_path / "b.zip", files)
-    with zipfile.ZipFile(whole) as z:
-        z.extractall(tmp_path / "x")
-    panel = core_tasks.load_panel(whole)
-    assert panel == core_tasks.load_panel(tmp_path / "x")
+    panel = core_tasks.load_panel(write_bundle(tmp_path / "b.zip", files))
     assert len(panel.rows) == 22
     assert panel.rows["arc_easy"] == files["world_knowledge/arc_easy.jsonl"]
 
@@ -332,13 +327,13 @@ def test_tasks_without_a_file_or_enough_examples_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("row, said", [
     ("{not json", "JSONDecodeError"),
-    ('{"query": "q", "choices": ["a", "b"], "gold": 2}', "gold 2 is no place in the 2 choices"),
+    ('{"query": "q", "choices": ["a", "b"], "gold": 2}', "gold is no place"),
 ])  # fmt: skip
 def test_a_malformed_row_of_ones_own_is_named_with_what_it_needs(tmp_path, capsys, row, said):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"query": "q", "choices": ["a"], "gold": 0}\n\n' + row)
     own = [core_tasks.own_task(f"{path}:mc")]
-    said = said, f"{path}, line 3", "of kind mc has query (str), choices (list), gold (int)"
+    said = said, f"{path}, line 3", "of kind mc has query, choices, gold"
     refused(capsys, lambda: core_tasks.load_panel(None, "own", own=own), *said)
 
 

@@ -22,14 +22,6 @@ from looped.common import fail, write_atomic
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 BUNDLE = Path("data/eval_bundle.zip")
 
-FAMILIES = {  # by folder
-    "language_understanding": "language understanding",
-    "world_knowledge": "world knowledge",
-    "commonsense_reasoning": "commonsense",
-    "symbolic_problem_solving": "symbolic/math",
-    "reading_comprehension": "reading",
-    "safety": "safety/bias",
-}
 DELIMITERS = {"space": " ", "line": "\nAnswer: ", "same-line": "Answer: "}
 
 
@@ -117,7 +109,7 @@ def read_table() -> list[Task]:
         file = f"{folder}/{FILES.get(label, label)}.jsonl"
         chance = {"v1": float(v1), "v2": float(v2)}
         task = Task(label, file, kind, int(shots), DELIMITERS[delimiter], chance, index)
-        task.family = FAMILIES[folder]
+        task.family = folder.replace("_", " ")
         task.category = " ".join(category)
         task.by_category = label in BY_CATEGORY
         tasks.append(task)

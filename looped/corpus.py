@@ -291,21 +291,17 @@ def download(out, shards):
     cannot be had.
     """
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-
-    def fetch(path):
-        return fetch_file(f"{host}/datasets/{REPO}/resolve/main/{path.name}", path)
-
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / shard_name(i) for i in (VAL_SHARD, *range(shards))]
     todo = [path for path in paths if not path.exists()]
-    need = len(todo) * SHARD_BYTES
-    free = shutil.disk_usage(out).free
-    about = f"{len(todo)} of {len(paths)} shards to fetch, about {need / 1e9:.1f} GB"
-    print(f"{out}: {about}; {free / 1e9:.1f} GB are free", flush=True)
+    urls = [f"{host}/datasets/{REPO}/resolve/main/{path.name}" for path in todo]
+    need = len(todo) * SHARD_BYTES / 1e9
+    free = shutil.disk_usage(out).free / 1e9
+    about = f"{len(todo)} of {len(paths)} shards to fetch, about {need:.1f} GB"
+    print(f"{out}: {about}; {free:.1f} GB are free", flush=True)
     pool = ThreadPoolExecutor(DOWNLOADS)
-    for path, reason in zip(todo, pool.map(fetch, todo)):
+    for path, reason in zip(todo, pool.map(fetch_file, urls, todo)):
         if reason:
             pool.shutdown(cancel_futures=True)
-            missing = ", ".join(path.name for path in todo if not path.exists())
-            fail(f"missing: {missing} ({reason}); run the same command again, it continues")
+            fail(f"{path.name} is missing ({reason}); run the same command again, it continues")
         print(f"{path.name}: here", flush=True)

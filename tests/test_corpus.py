@@ -174,7 +174,7 @@ def test_download_ends_right_through_drops_429_and_503(host, tmp_path):
 @pytest.mark.parametrize("trouble, times", [("drop", corpus.ATTEMPTS), (404, 1)])
 def test_download_lists_what_is_missing_and_continues(trouble, times, host, tmp_path, capsys):
     host.plan = {"shard_00002.parquet": [trouble] * times}
-    said = "missing: shard_00002.parquet", "run the same command again"
+    said = "shard_00002.parquet is missing", "run the same command again"
     refused(capsys, lambda: fetch(tmp_path / "out"), *said)
     assert host.seen.count("shard_00002.parquet") == times
     assert fetch(tmp_path / "out") == host.files
@@ -184,4 +184,6 @@ def test_a_host_that_does_not_resolve_is_asked_once(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("HF_ENDPOINT", "http://nowhere.invalid")
     monkeypatch.setenv("no_proxy", "nowhere.invalid")
     monkeypatch.setattr(corpus, "BACK_OFF", 1e9)
-    refused(capsys, lambda: fetch(tmp_path / "off", "1"), "missing: shard_01822.parquet", "resolve")
+    refused(
+        capsys, lambda: fetch(tmp_path / "off", "1"), "shard_01822.parquet is missing", "resolve"
+    )

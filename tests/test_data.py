@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT, documents, naive_pack, refused, write_parquet
+from helpers import documents, naive_pack, refused, write_parquet
 
 import dataloader as dl
 from looped.tokenizer import BOS
@@ -184,14 +182,3 @@ def test_rows_that_do_not_fit_the_model_are_refused(rows, capsys):
         ((64, 300, n + 1), f"{n} training rows are fewer than --batch-size {n + 1}"),
     ):
         refused(capsys, partial(data.check, *asked), said)
-
-
-def test_more_shards_than_open_files_are_mapped(rows):
-    manifest = json.loads((rows / "manifest.json").read_text())
-    manifest["shards"] += manifest["shards"][-1:] * 300
-    (rows / "manifest.json").write_text(json.dumps(manifest))
-    check = (
-        "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, 2000)); import dataloader as d"
-    )
-    check += f"; assert d.PackedData({str(rows)!r}).rows('train')"
-    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0

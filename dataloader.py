@@ -108,14 +108,15 @@ def pack_shard(folder, settings, file, shard):
 
 def is_packed(folder, settings, sources):
     """Are there complete rows of these texts? Rows of other settings are refused."""
-    if not (folder / "manifest.json").exists():
+    path = folder / "manifest.json"
+    if not path.exists():
         return False
-    made = json.loads((folder / "manifest.json").read_text())
+    made = json.loads(path.read_text())
     for name, now in settings.items():
         if made[name] != now:
             packed = f"{folder} was packed with {name} {made[name]} (now {now})"
             fail(f"{packed}; delete it or choose another --out")
-    return [[entry["source"], entry["bytes"]] for entry in made["shards"]] == sources
+    return sources == [[entry["source"], entry["bytes"]] for entry in made["shards"]]
 
 
 def pack(args):

@@ -158,19 +158,17 @@ def test_rows_and_spans_are_those_of_the_slow_renderer(enc, kind, protocol, labe
     """Shots, tokens, scored positions and order, whole and cropped."""
     rows = make_rows(kind, 30, category=True)
     bos = enc.encode_single_token(BOS)
-    for delimiter in (" ", "\nAnswer: "):
-        task = task_of(kind, 10, delimiter, label)
-        panel = panel_of(task, rows, protocol, limit)
-        asked = prompts.questions(task, panel, 1234)
-        options = [prompts.OPTIONS[protocol](task, q, partial(encode, enc)) for q in asked]
-        for context in (1000, 40, 12):
-            slow = [want for _, _, want in slow_rendered(enc, task, panel, context)]
-            for found, want in zip(options, slow, strict=True):
-                for (ids, scored), (tokens, start, end) in zip(found, want, strict=True):
-                    cropped, scored = prompts.crop([bos, *ids], scored, context, task, protocol)
-                    assert cropped == tokens
-                    assert end == len(tokens)
-                    assert scored == end - start or start < 1
+    task = task_of(kind, 10, "\nAnswer: ", label)
+    panel = panel_of(task, rows, protocol, limit)
+    asked = prompts.examples(task, panel, 1234)
+    options = [prompts.OPTIONS[protocol](task, example, partial(encode, enc)) for example in asked]
+    for context in (1000, 40, 12):
+        slow = slow_rendered(enc, task, panel, context)
+        for found, (_, _, want) in zip(options, slow, strict=True):
+            for (ids, scored), (tokens, start, end) in zip(found, want, strict=True):
+                cropped, scored = prompts.crop([bos, *ids], scored, context, task, protocol)
+                assert (cropped, len(cropped)) == (tokens, end)
+                assert scored == end - start or start < 1
 
 
 @pytest.mark.parametrize("kind", ["mc", "schema", "lm"])
@@ -270,17 +268,14 @@ def test_lambada_perplexity_is_that_of_the_slow_sum(enc, net):
     rows = [{"context": "the cat sat on", "continuation": "bread "}]
     rows.append({"context": "saw a dog ", "continuation": " barn"})
     panel = panel_of(core_tasks.LAMBADA, rows, "lambada", name="lambada")
-    found = entry_of(net, enc, panel, 3, 7)
     nats = 0.0
-    for i, row in enumerate(rows):
-        whole = enc.encode_ordinary(f"{row['context']} {row['continuation'].strip()}")
-        key = torch.tensor([hash_key(7, FOR_EVAL, 9, i)])
-        logits = net.head(net.hidden(torch.tensor([whole[:-1]]), 3, key))[0]
-        # four words, or three and a blank, come before the scored
-        scored = logits[3:], torch.tensor(whole[4:])
-        nats += torch.nn.functional.cross_entropy(*scored, reduction="sum").item()
-    total = ce.summarise(panel, {"lambada_openai": found})["aggregate"]["mean"]
-    assert total == pytest.approx(math.exp(nats / 2), rel=1e-5)
+    for i, text in enumerate(("the cat sat on bread", "saw a dog  barn")):
+        ids = torch.tensor([enc.encode_ordinary(text)])
+        keys = torch.tensor([hash_key(7, FOR_EVAL, 9, i)])
+        losses = net.losses(ids[:, :-1], ids[:, 1:], [3], keys)[3]
+        nats += losses[0, 3:].sum().item()  # four words, or three and a blank, come before
+    entry = entry_of(net, enc, panel, 3, 7)
+    assert entry["perplexity"]["mean"] == pytest.approx(math.exp(nats / 2), rel=1e-5)
 
 
 def test_a_diverged_model_has_no_score(enc):
@@ -441,14 +436,14 @@ def test_nanochat_is_parcae_at_seed_1234_and_two_ranks_give_the_scores_of_one(ru
 
 def test_ones_own_task_is_in_no_average_but_its_own(run, start, tmp_path):
     mine = tmp_path / "mine.jsonl"
-    mine.write_text("\n".join(json.dumps(row) for row in make_rows("mc", 9)))
+    mine.write_text("\n".join(json.dumps(row) for row in make_rows("mc", 12)))
     own = "--task", f"{mine}:mc,shots=2,chance=25"
-    flags = "--seeds", "5", "--max-per-task", "9"
+    flags = "--seeds", "5", "--max-per-task", "11"
     start(*flags)
-    before = results(run)["depths"]["2"]
+    before = results(run)["depths"]["2"]["aggregate"]
     ((label, *_),) = start(*flags, *own)
     after = results(run)["depths"]["2"]
-    assert after["aggregate"] == before["aggregate"]
+    assert after["aggregate"] == before
     start(*flags, *own, "--panel", "own")
     alone = results(run, "own_parcae")["depths"]["2"]
     assert alone["tasks"] == {label: after["tasks"][label]}

@@ -423,7 +423,7 @@ def validation(model, config, folder, settings: Settings) -> dict:
     for depth in settings.depths:
         score = {"name": "validation loss", "mean": found["loss"][depth], "std": None}
         score |= {"bpb": found["bpb"][depth], "tasks_done": 1, "tasks_total": 1}
-        records[str(depth)] = {"aggregate": score, "tasks": {}}
+        records[str(depth)] = {"aggregate": score}
     return records
 
 
@@ -452,7 +452,7 @@ def open_panel(args, place: Place) -> Panel:
 
 
 def run_panel(model, enc, panel: Panel, path: Path, header: dict, settings: Settings) -> dict:
-    """-> {depth: record}, of tasks that an earlier start has finished, too. The file is written
+    """-> {depth: record}, with the tasks that an earlier start has finished. The file is written
     after each task.
     """
     place = settings.place

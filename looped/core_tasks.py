@@ -156,6 +156,7 @@ FIELDS = {
 
 
 def check_row(row: dict, kind: str) -> None:
+    """Raises an error if a field is missing or holds something else."""
     for name, type_ in FIELDS[kind].items():
         if not isinstance(row[name], type_):
             raise ValueError(f"{name} is {row[name]!r:.40}")
@@ -249,6 +250,6 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
             panel.rows[task.label] = rows
         else:
             panel.left_out.append(task.label)
-    if not any(task.label in panel.rows for task in panel.averaged):
+    if not panel.tasks:
         fail(f"no task of {TITLES[name]} can be run: too few examples for the shots, or no files")
     return panel

@@ -58,7 +58,6 @@ def test_packing_equals_a_naive_list_scan(mode, seq_len, tokenizer, enc, tmp_pat
     bos = enc.encode_single_token(BOS)
     ids = [[bos, *enc.encode_ordinary(doc)] for doc in docs]
     if mode == "crop":
-        assert counts["tokens"] == sum(map(len, ids))
         ids = [doc[: seq_len + 1] for doc in ids]
     expected, _, _ = naive_pack(ids, seq_len + 1, mode == "split", 50)
     assert np.load(tmp_path / "shard_00000.npy").tolist() == expected
@@ -168,7 +167,6 @@ def test_get_returns_the_rows_of_the_files(rows):
     train = np.concatenate([np.load(rows / f"shard_0000{i}.npy") for i in range(3)])
     ids = np.random.default_rng(0).integers(0, len(train), 500)
     assert (data.get("train", ids) == train[ids]).all()
-    assert data.get("val", [0, 3]).dtype == np.int64
     assert (data.get("val", [0, 3]) == np.load(rows / "val.npy")[[0, 3]]).all()
 
 

@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dataloader import PackedData
 from looped.common import Parser, fail, file_hash, ints, positive_int, write_json
-from looped.core_prompts import EncodedTask, Option, encode_task
+from looped.core_prompts import EncodedTask, Row, encode_task
 from looped.core_tasks import (
     BUNDLE,
     LAMBADA,
@@ -68,8 +68,8 @@ ODDITIES = {  # what is counted of a task's examples, and how it is said
     "cropped": "prompts cropped",
     "empty": "with an option of no tokens, which decides whatever the model says (try --protocol dclm)",
 }
-# of an example's result; answer: the option chosen, or of lm 0, and -1 where it is wrong; nats: the
-# loss of an lm continuation, else the sum of the options' mean losses
+# of an example: the option chosen (of lm 0, or -1 where it is wrong), whether it is right, and the
+# loss of all its scored tokens
 COLUMNS = ["answer", "correct", "nats", *ODDITIES]
 
 # -- scoring ---------------------------------------------------------------------------------------
@@ -86,8 +86,8 @@ class Settings:
 
 
 def token_scores(model, x, targets):
-    """x (s, D) normed states -> (2, s) of the tokens that come next: loss in nats, and whether it
-    is the greedy token.
+    """Normed states (s, D) -> (2, s): the next token's loss in nats, and whether it is the greedy
+    one.
     """
     logits = model.head(x.float()).float()  # (s, V)
     loss = F.cross_entropy(logits, targets, reduction="none")
@@ -96,81 +96,71 @@ def token_scores(model, x, targets):
 
 
 @torch.inference_mode()
-def score_batch(model, task: Task, settings: Settings, seed, batch: list[list[Option]]) -> dict:
-    """-> {option: (depths, 2, s), the token_scores of its targets}.
+def score_batch(model, task: Task, settings: Settings, seed, batch: list[Row]) -> None:
+    """Gives each option its scores: (depths, 2, s), the token_scores of its targets.
 
-    Right padding is inert, as all is causal. All options of an example have one key.
+    Right padding is inert, as all is causal. All rows of an example have one key.
     """
     device = settings.place.device
-    fed = [row[0].fed for row in batch]
-    ids = pad_sequence(fed, batch_first=True).long()
     options = []
-    at = []  # in the flattened ids: the positions just before the scored tokens
+    places = []  # of the rows and positions just before each option's tokens
     for b, row in enumerate(batch):
-        for option in row:
-            end = b * ids.shape[1] + len(option.fed)
-            at += range(end - len(option.targets), end)
+        end = len(row.fed)
+        for option in row.options.values():
             options.append(option)
-    ids = to_device(ids, device)
-    at = to_device(torch.tensor(at, dtype=torch.int64), device)
+            places.append((b, slice(end - len(option.targets), end)))
+    ids = pad_sequence([row.fed for row in batch], batch_first=True)
+    ids = to_device(ids.long(), device)
     targets = torch.cat([option.targets for option in options])
     targets = to_device(targets.long(), device)
-    examples = [row[0].example for row in batch]
+    examples = [row.example for row in batch]
     keys = hash_keys(seed, FOR_EVAL, task.index, each=examples, device=device)
     found = []
     for _, h in model.states(ids, settings.depths, keys):
-        x = model.coda(h, ids).flatten(0, 1)[at]  # (S, D)
+        x = model.coda(h, ids)  # (B, T, D)
+        x = torch.cat([x[place] for place in places])
         pieces = zip(x.split(4096), targets.split(4096))
         scores = [token_scores(model, *piece) for piece in pieces]
         found.append(torch.cat(scores, 1))
     sizes = [len(option.targets) for option in options]
     of_options = torch.stack(found).cpu().split(sizes, -1)
-    return dict(zip(options, of_options))
+    for option, scores in zip(options, of_options):
+        option.scores = scores
 
 
-def batches(rows: list[list[Option]], budget: int):
+def batches(rows: list[Row], budget: int):
     """Yields rows of similar length, longest first, as many together as fill `budget` tokens."""
-    rows = sorted(rows, key=lambda row: -len(row[0].fed))
+    rows = sorted(rows, key=lambda row: -len(row.fed))
     while rows:
-        longest = len(rows[0][0].fed)
-        n = max(1, budget // longest)
+        n = max(1, budget // len(rows[0].fed))
         yield rows[:n]
         rows = rows[n:]
 
 
-def score_rows(model, work: EncodedTask, settings: Settings, seed) -> dict:
-    """-> {option: (depths, 2, s), token_scores of its tokens}."""
+def score_rows(model, work: EncodedTask, settings: Settings, seed) -> None:
+    """Gives every option of this rank its scores; on a CPU a batch is one thread's."""
     device = settings.place.device
     score = functools.partial(score_batch, model, work.task, settings, seed)
-    scores = {}
     with exact_products(device) as threads, ThreadPoolExecutor(threads) as pool:
         run = pool.map if device.type == "cpu" else map
-        for part in run(score, batches(work.rows, BATCH_TOKENS[device.type])):
-            scores |= part
-    return scores
+        list(run(score, batches(work.rows, BATCH_TOKENS[device.type])))
 
 
-def decide_lm(scores: list[torch.Tensor]) -> tuple[int, float]:
-    """The one option's token_scores at one depth -> (0, nats) if every token is the greedy one, or
-    none is scored, else (-1, nats). No option: the prompt is no prefix, and counts as wrong.
-    """
-    if not scores:
-        return -1, 0.0
-    loss, greedy = scores[0]
-    answer = 0 if greedy.all() else -1
-    return answer, loss.double().sum().item()
-
-
-def decide(scores: list[torch.Tensor], protocol) -> tuple[int, float]:
-    """-> (the option of least mean loss, of equals the first; the sum of the means).
+def decide(scores: list[torch.Tensor], kind, protocol) -> int:
+    """The scores of an example's options at one depth -> the option of least mean loss, of equals
+    the first. Of lm: 0 if every token is the greedy one or none is scored, else -1; no option means
+    that the prompt is no prefix, and is wrong.
 
     The mean of an empty span is NaN, which Python's min keeps where it comes first and passes over
     elsewhere. dclm compares exp(loss) in float32, where losses that differ may be equal.
     """
+    if kind == "lm":
+        right = scores and scores[0][1].all()
+        return 0 if right else -1
     means = [loss.mean().item() for loss, _ in scores]
-    values = torch.tensor(means).exp().tolist() if protocol == "dclm" else means
-    known = [mean for mean, (loss, _) in zip(means, scores) if len(loss)]
-    return values.index(min(values)), sum(known)
+    if protocol == "dclm":
+        means = torch.tensor(means).exp().tolist()
+    return means.index(min(means))
 
 
 class NotFiniteError(ValueError):
@@ -182,23 +172,23 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> list[dict]:
 
     Raises NotFiniteError on every rank if a loss on any rank is not finite.
     """
-    scores = score_rows(model, work, settings, seed)
+    score_rows(model, work, settings, seed)
     shape = len(settings.depths), len(COLUMNS), len(work.groups)
     table = torch.zeros(shape, dtype=torch.float64)
-    lm = work.task.kind == "lm"
-    for at, of_depth in enumerate(table):
+    for at in range(len(settings.depths)):
         for example in work.examples:
-            own = [scores[option][at] for option in example.options]
-            answer, nats = decide_lm(own) if lm else decide(own, work.protocol)
+            scores = [option.scores[at] for option in example.options]
+            answer = decide(scores, work.task.kind, work.protocol)
+            nats = sum(loss.double().sum().item() for loss, _ in scores)
             values = [answer, answer == example.gold, nats, example.cropped, example.empty]
-            of_depth[:, example.number] = torch.tensor(values, dtype=torch.float64)
+            table[at, :, example.number] = torch.tensor(values, dtype=torch.float64)
     if settings.place.world > 1:
         table = table.to(settings.place.device)
         dist.all_reduce(table)
-    for depth, of_depth in zip(settings.depths, table):
-        if not of_depth.isfinite().all():
-            why = "training diverged, or that is too deep"
-            raise NotFiniteError(f"the model's answer at depth {depth} is not finite: {why}")
+    if not table.isfinite().all():
+        depths = ", ".join(map(str, settings.depths))
+        why = "training diverged, or that is too deep"
+        raise NotFiniteError(f"not all answers at depth {depths} are finite: {why}")
     return [dict(zip(COLUMNS, of_depth)) for of_depth in table.cpu().numpy()]
 
 
@@ -209,15 +199,17 @@ def evaluate(model, enc, panel: Panel, settings: Settings, known=()):
     model = model.uncompiled()
     context = model.cfg.seq_len
     for task in panel.tasks:
-        if task.label in known or task.label not in panel.rows:
+        if task.label in known:
             continue
         by_seed = []
         for seed in settings.seeds:
             shots = SHOT_SEED if panel.protocol == "dclm" else seed
             work = encode_task(task, panel, shots, enc, context, settings.place)
             by_seed.append(run_task(model, work, settings, seed))
-        entries = [task_entry(work, results, settings) for results in zip(*by_seed)]
-        yield task.label, dict(zip(settings.depths, entries))
+        entries = {}
+        for depth, results in zip(settings.depths, zip(*by_seed)):
+            entries[depth] = task_entry(work, results, settings)
+        yield task.label, entries
 
 
 def quick_score(model, enc, panel: Panel, place: Place) -> dict:
@@ -236,13 +228,12 @@ def quick_score(model, enc, panel: Panel, place: Place) -> dict:
 # value by seed, and counts of what was odd in its examples.
 
 
-def spread(per_seed: dict, error: float | None) -> dict:
+def spread(per_seed: list[float], error: float | None) -> dict:
     """The mean, and as std the population standard deviation over seeds; of one seed, its standard
     error, if that is known.
     """
-    values = list(per_seed.values())
-    std = float(np.std(values)) if len(values) > 1 else error
-    return {"mean": float(np.mean(values)), "std": std, "per_seed": per_seed}
+    std = float(np.std(per_seed)) if len(per_seed) > 1 else error
+    return {"mean": float(np.mean(per_seed)), "std": std, "per_seed": per_seed}
 
 
 def accuracy(correct, groups) -> tuple[float, float]:
@@ -265,23 +256,19 @@ def task_entry(work: EncodedTask, results: list[dict], settings: Settings) -> di
     is, 1 where all answers are right.
     """
     chance = work.task.chance[settings.baselines] / 100
-    by_seed = dict(zip(map(str, settings.seeds), results))
-    shares = {}
-    centred = {}
-    for seed, columns in by_seed.items():
-        shares[seed], error = accuracy(columns["correct"], work.groups)
-        centred[seed] = (shares[seed] - chance) / (1 - chance)
-    entry = {"accuracy": spread(shares, error), "n": len(work.groups)}
+    shares = []
+    for columns in results:
+        share, error = accuracy(columns["correct"], work.groups)
+        shares.append(share)
+    centred = [(share - chance) / (1 - chance) for share in shares]
+    entry = {"n": len(work.groups), "accuracy": spread(shares, error)}
     entry["centered"] = spread(centred, error / (1 - chance))
     for name in ODDITIES:
-        count = sum(columns[name].sum() for columns in results)
-        entry[name] = int(count)
+        counts = [columns[name].sum() for columns in results]
+        entry[name] = int(sum(counts))
     if work.protocol == "lambada":
-        perplexity = {}
-        for seed, columns in by_seed.items():
-            nats = columns["nats"].mean()
-            perplexity[seed] = float(np.exp(nats))
-        entry["perplexity"] = spread(perplexity, None)
+        nats = [columns["nats"].mean() for columns in results]
+        entry["perplexity"] = spread(np.exp(nats).tolist(), None)
     return entry
 
 
@@ -292,10 +279,8 @@ def average(title: str, tasks: list[Task], entries: dict) -> dict:
     done = [entries[task.label]["centered"] for task in tasks if task.label in entries]
     if len(done) < len(tasks):
         title = f"{len(done)} of the {len(tasks)} tasks of {title}"
-    means = {}
-    for seed in done[0]["per_seed"]:
-        of_seed = [score["per_seed"][seed] for score in done]
-        means[seed] = float(np.mean(of_seed))
+    by_task = [score["per_seed"] for score in done]
+    means = [float(np.mean(of_seed)) for of_seed in zip(*by_task)]
     errors = [score["std"] for score in done]
     error = math.hypot(*errors) / len(done)
     counts = {"tasks_done": len(done), "tasks_total": len(tasks)}
@@ -306,12 +291,11 @@ def averages(name: str, tasks: list[Task], entries: dict) -> dict:
     """{group: mean} of the tasks that are done, grouped by their "category" or "family"."""
     groups = defaultdict(list)
     for task in tasks:
-        groups[getattr(task, name)].append(task)
+        if task.label in entries:
+            groups[getattr(task, name)].append(task)
     means = {}
-    for title, members in groups.items():
-        if any(task.label in entries for task in members):
-            found = average(title, members, entries)
-            means[found["name"]] = found["mean"]
+    for title, done in groups.items():
+        means[title] = average(title, done, entries)["mean"]
     return means
 
 
@@ -331,25 +315,19 @@ def summarise(panel: Panel, entries: dict) -> dict:
 
 
 def plus_minus(score: dict) -> str:
-    mean = f"{score['mean']:.4f}"
-    return mean if score["std"] is None else f"{mean} ± {score['std']:.4f}"
+    if score["std"] is None:
+        return f"{score['mean']:.4f}"
+    return f"{score['mean']:.4f} ± {score['std']:.4f}"
 
 
-def describe(label: str, entry: dict) -> str:
+def describe(label: str, depth: int, entry: dict) -> str:
     """The line on the screen for a task."""
-    accuracy = plus_minus(entry["accuracy"])
-    over_chance = entry["centered"]["mean"]
-    odd = [f"{entry[name]} {text}" for name, text in ODDITIES.items() if entry[name]]
-    notes = ", ".join(odd)
-    return f"{label:33} {accuracy}  centred {over_chance:+.4f}  n {entry['n']:5d}  {notes}"
-
-
-def mostly_cropped(panel: Panel, entries: dict, seeds: int) -> bool:
-    """Whether more than nine in ten of the prompts with shots are longer than the model reads."""
-    few = [entries[task.label] for task in panel.tasks if task.shots and task.label in entries]
-    asked = sum(entry["n"] for entry in few)
-    cropped = sum(entry["cropped"] for entry in few)
-    return cropped > 0.9 * asked * seeds
+    scores = f"{plus_minus(entry['accuracy'])}  centred {entry['centered']['mean']:+.4f}"
+    line = f"{label:33} depth {depth}  {scores}  n {entry['n']:5d}"
+    for name, text in ODDITIES.items():
+        if entry[name]:
+            line += f"  {entry[name]} {text}"
+    return line
 
 
 # -- the program -----------------------------------------------------------------------------------
@@ -384,7 +362,7 @@ def parse_args():
     add("--max-per-task", type=positive_int, help="examples (default: all)")
     add(
         "--bundle",
-        help=f"zip or folder of the task data (default: {BUNDLE}, fetched once)",
+        help=f"zip of the task data (default: {BUNDLE}, fetched once)",
     )
     add("--data", help="packed rows of --panel val (default: the run's)")
     add(
@@ -436,20 +414,16 @@ def validation(model, config, folder, settings: Settings) -> dict:
     """Loss over all packed validation rows, with the initial states of the run's own evaluations
     -> {depth: record}.
     """
-    pack = f"--seq-len {model.cfg.seq_len} and the run's tokenizer.json"
-    if not Path(folder, "manifest.json").is_file():
-        fail(f"no packed rows at {folder}; give others with --data, packed with {pack}")
     data = PackedData(folder)
-    of_run = data.manifest["tokenizer_sha256"] == config["tokenizer"]["sha256"]
-    if not of_run or data.seq_len > model.cfg.seq_len:
-        fail(f"{data.folder} does not fit the run; give rows packed with {pack}: --data ROWS")
+    if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
+        fail(f"{folder} has rows of another tokenizer; pack with the run's, and give --data ROWS")
     held_out = HeldOut(data, math.inf, settings.place.device)
     found = validate(model, held_out, settings.depths, 16, settings.place)
     records = {}
     for depth in settings.depths:
         score = {"name": "validation loss", "mean": found["loss"][depth], "std": None}
         score |= {"bpb": found["bpb"][depth], "tasks_done": 1, "tasks_total": 1}
-        records[str(depth)] = {"aggregate": score, "tasks": {}}
+        records[str(depth)] = {"aggregate": score}
     return records
 
 
@@ -462,18 +436,23 @@ def read_records(path: Path, header: dict) -> dict:
 
 
 def open_panel(args, place: Place) -> Panel:
-    protocol = "parcae" if args.protocol == "nanochat" else args.protocol
+    protocol = args.protocol
     if args.panel == "lambada":
         protocol = "lambada"
-    bundle = bundle_at(args.bundle, place.rank) if args.panel != "own" else None
+    elif protocol == "nanochat":
+        protocol = "parcae"
+    bundle = None
+    if args.panel != "own":
+        bundle = bundle_at(args.bundle, place.rank)
     panel = load_panel(bundle, args.panel, protocol, args.max_per_task, args.task)
-    for line in panel.left_out:
-        place.say(line)
+    if panel.left_out:
+        labels = ", ".join(panel.left_out)
+        place.say(f"left out, as there is no file or no more examples than shots: {labels}")
     return panel
 
 
 def run_panel(model, enc, panel: Panel, path: Path, header: dict, settings: Settings) -> dict:
-    """-> {depth: record}, of tasks that an earlier start has finished, too. The file is written
+    """-> {depth: record}, with the tasks that an earlier start has finished. The file is written
     after each task.
     """
     place = settings.place
@@ -486,15 +465,12 @@ def run_panel(model, enc, panel: Panel, path: Path, header: dict, settings: Sett
         place.say(f"{len(known)} tasks are in {path} already")
     for label, found in evaluate(model, enc, panel, settings, known):
         for depth, entry in found.items():
-            tasks = records[str(depth)]["tasks"] | {label: entry}
+            tasks = records[str(depth)]["tasks"]
+            tasks[label] = entry
             records[str(depth)] = summarise(panel, tasks)
-        place.say(describe(label, entry))
+            place.say(describe(label, depth, entry))
         if place.rank == 0:
             write_json(path, header | {"depths": records})
-    last = records[str(settings.depths[-1])]["tasks"]
-    if mostly_cropped(panel, last, len(settings.seeds)):
-        context = f"the model's context, {model.cfg.seq_len} tokens"
-        place.say(f"nearly all prompts with shots are cut to {context}: chance is what to expect")
     return records
 
 
@@ -534,8 +510,7 @@ def main():
     for depth in depths:
         score = records[str(depth)]["aggregate"]
         place.say(f"depth {depth}: {score['name']} {plus_minus(score)}")
-    by = f", centred by baselines {args.baselines}" if args.panel.startswith("core") else ""
-    place.say(f"written: {path}{by}")
+    place.say(f"written: {path}")
     disconnect(place)
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from looped import corpus
-from looped.common import Parser, fail, file_hash, note, positive_int, write_atomic, write_json
+from looped.common import Parser, fail, file_hash, positive_int, write_atomic, write_json
 from looped.randomness import permute
 from looped.tokenizer import BOS, encode, load_tokenizer
 
@@ -108,14 +108,15 @@ def pack_shard(folder, settings, file, shard):
 
 def is_packed(folder, settings, sources):
     """Are there complete rows of these texts? Rows of other settings are refused."""
-    if not (folder / "manifest.json").exists():
+    path = folder / "manifest.json"
+    if not path.exists():
         return False
-    made = json.loads((folder / "manifest.json").read_text())
+    made = json.loads(path.read_text())
     for name, now in settings.items():
         if made[name] != now:
             packed = f"{folder} was packed with {name} {made[name]} (now {now})"
             fail(f"{packed}; delete it or choose another --out")
-    return [[entry["source"], entry["bytes"]] for entry in made["shards"]] == sources
+    return sources == [[entry["source"], entry["bytes"]] for entry in made["shards"]]
 
 
 def pack(args):
@@ -185,8 +186,6 @@ def finish(folder, settings, entries):
     tokens = rows * settings["seq_len"]
     print(f"{folder}: {tokens:,} training tokens in full rows; unigram entropy {nats:.3f} nats")
     print(f"training text: {', '.join(f'{n:,} {name}' for name, n in counts.items())}")
-    if counts["cropped tokens"] > 0.5 * counts["tokens"]:
-        note("most of the text was cropped; try --long-docs split")
 
 
 # ---- the training stream
@@ -218,19 +217,16 @@ class PackedData:
         self.sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def check(self, seq_len, vocab_size, batch_size=1):
-        """Refuses rows of another length, vocabulary or tokenizer, or too few for one step."""
-        m = self.manifest
-        if file_hash(self.folder / "tokenizer.json") != m["tokenizer_sha256"]:
-            fail(f"{self.folder}/tokenizer.json is not the tokenizer of these rows; pack again")
+        """Refuses rows of another length or vocabulary, or too few for one step."""
         for name, wanted in (("seq_len", seq_len), ("vocab_size", vocab_size)):
-            if m[name] != wanted:
-                advice = f"try --{name.replace('_', '-')} {m[name]} or pack again"
-                packed = f"{self.folder} was packed with {name} {m[name]}"
-                fail(f"{packed}, the model has {wanted}; {advice}")
+            made = self.manifest[name]
+            if made != wanted:
+                advice = f"try --{name.replace('_', '-')} {made} or pack again"
+                fail(f"{self.folder} was packed with {name} {made}, not {wanted}; {advice}")
         rows = self.rows("train")
         if rows < batch_size:
-            fewer = f"{rows} training rows, fewer than --batch-size {batch_size}"
-            fail(f"{self.folder} has {fewer}; give more text, or try --batch-size {rows}")
+            advice = f"give more text, or try --batch-size {rows}"
+            fail(f"{rows} training rows are fewer than --batch-size {batch_size}; {advice}")
 
     def rows(self, split):
         return int(self.edges[split][-1])

@@ -13,7 +13,7 @@
 #   TOKENS  of each training (the preset's)
 #   SEED    of weights, row order, depths and initial states (0)
 #   RUN     results go to runs/RUN (PRESET-DATA-sSEED)
-#   BUNDLE  CORE task data, a zip or folder (on GPUs it is fetched)
+#   BUNDLE  CORE task data, a zip (on GPUs it is fetched)
 #   FLAGS   handed to every training, e.g. FLAGS="--wandb --core-every 2000"
 #
 # Run again, it continues where it stopped.

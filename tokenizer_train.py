@@ -7,8 +7,7 @@ Text is cut into words by a GPT-4-style pattern with digit groups of at most two
 normalisation; merges never cross words. The three specials are the last ids and count inside the
 vocabulary. No validation document is trained on. Only the first 10,000 characters of a document are
 used, and 2 billion of all: 8 to 12 shards of FineWeb-Edu. Which files were read is written beside
-the tokenizer (tokenizer.texts.json): run again with the same texts, the program returns at once;
-with others, it trains anew. The file's form: looped/tokenizer.py. Source: byte-pair encoding, arXiv
+the tokenizer (tokenizer.texts.json): run again with the same texts, the program returns at once. The file's form: looped/tokenizer.py. Source: byte-pair encoding, arXiv
 1508.07909.
 """
 
@@ -18,7 +17,7 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-from looped.common import Parser, fail, file_hash, note, positive_int, write_json
+from looped.common import Parser, fail, file_hash, positive_int, write_json
 from looped.corpus import find_shards, texts
 from looped.tokenizer import PATTERN, SPECIALS, encode, load_tokenizer, save_tokenizer
 
@@ -57,11 +56,10 @@ def describe(shard):
 
 def made_of(record, shards, vocab_size):
     """Was a tokenizer with this record made of these texts?"""
-    read = record["files"]
     files = [describe(shard) for shard in shards]
     if record["characters"] >= MAX_CHARS:  # more were not read
-        files = files[: len(read)]
-    return (read, record["vocab_size"]) == (files, vocab_size)
+        files = files[: len(record["files"])]
+    return record["files"] == files and record["vocab_size"] == vocab_size
 
 
 def bytes_per_token(enc, documents):
@@ -81,24 +79,23 @@ def main(argv=None):
     add("--out", type=Path, required=True, help=about)
     args = parser.parse_args(argv)
     out = args.out
+    vocab_size = args.vocab_size
     val, *train = find_shards(args.texts)
     beside = out.with_suffix(".texts.json")
-    if out.exists() and not beside.exists():
-        fail(f"--out {out} is there already, and nothing says of which texts; choose another --out")
     if out.exists():
-        if made_of(json.loads(beside.read_text()), train, args.vocab_size):
-            print(f"{out} is there already, made of these texts")
-            return
-        note(f"{out} was made of other texts, or for another vocabulary; it is trained anew")
+        if not beside.exists() or not made_of(json.loads(beside.read_text()), train, vocab_size):
+            fail(f"{out} is there, of other texts or another vocabulary; choose another --out")
+        print(f"{out} is there already, made of these texts")
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.time()
-    record = {"vocab_size": args.vocab_size}
-    ranks = train_bpe(training_texts(train, record), args.vocab_size)
+    record = {"vocab_size": vocab_size}
+    ranks = train_bpe(training_texts(train, record), vocab_size)
     entries = len(ranks) + len(SPECIALS)
-    if entries < args.vocab_size:
+    if entries < vocab_size:
         fail(f"{args.texts} yields only {entries} tokens; give more text or a smaller --vocab-size")
-    save_tokenizer(out, ranks)
     write_json(beside, record)
+    save_tokenizer(out, ranks)
     print(f"{out}: {entries:,} entries in {time.time() - start:.1f} s, {file_hash(out)[:12]}")
     ratio = bytes_per_token(load_tokenizer(out), list(islice(texts(val, Counter()), 1000)))
     print(f"{ratio:.3f} bytes per token on validation text")

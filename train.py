@@ -161,7 +161,7 @@ def parse_args(argv=None, prog="train.py", about=__doc__):
     add("--core-every", type=int, default=0,
         help="steps between reduced CORE panels (default: none)")
     add("--bundle",
-        help="CORE task data, a zip or folder (default: data/eval_bundle.zip, fetched once)")
+        help="CORE task data, a zip (default: data/eval_bundle.zip, fetched once)")
 
     network = parser.add_argument_group("network", "override the preset")
     for field in dataclasses.fields(ModelConfig):

@@ -8,7 +8,6 @@ lambada Parcae's harness for LAMBADA: the last word after its passage, without B
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from os.path import commonprefix
@@ -24,13 +23,25 @@ from looped.tokenizer import BOS, encode
 
 
 @dataclass
-class Question:
+class Option:
+    """A choice, context or continuation."""
+
+    targets: Tensor  # the scored tokens
+    scores: Tensor | None = None  # what the model makes of them
+
+
+@dataclass
+class Example:
     """A row that is asked, and the solved ones that come before it."""
 
+    number: int  # its place among the examples
     group: int  # of the averages within a category
     texts: list[tuple[str, str]]  # (context, answer) of each option
     gold: int  # the right option; of lm the only one
     shots: list[str]
+    options: list[Option] = field(default_factory=list)  # equal ones are one object
+    cropped: bool = False
+    empty: bool = False  # an option has no scored token
 
 
 def option_texts(row: dict, kind: str, protocol: str) -> list[tuple[str, str]]:
@@ -68,7 +79,7 @@ def dclm_shots(seed, n, shots):
         yield list(chosen)
 
 
-def questions(task: Task, panel: Panel, seed: int) -> list[Question]:
+def examples(task: Task, panel: Panel, seed: int) -> list[Example]:
     """The examples of a task, in the order of scoring.
 
     parcae cuts to the limit before it draws shots. dclm has no limit of its own: there rows are cut
@@ -92,26 +103,24 @@ def questions(task: Task, panel: Panel, seed: int) -> list[Question]:
         drawn = draw(seed, len(pool), task.shots)
         for (texts, gold), chosen in zip(pool[:share], drawn):
             shots = [solved[j] for j in chosen]
-            found.append(Question(group, texts, gold, shots))
+            found.append(Example(len(found), group, texts, gold, shots))
     return found
 
 
 # -- the tokens of an option -----------------------------------------------------------------------
 
-Encode = Callable[[str], list[int]]
-
-# What each protocol makes of a question: the tokens of each option, with all that comes before it,
+# What each protocol makes of an example: the tokens of each option, with all that comes before it,
 # and how many of them, at their end, are scored. BOS is still to be put before them.
 
 
-def parcae_options(task: Task, question: Question, encode: Encode) -> list[tuple[list, int]]:
+def parcae_options(task: Task, example: Example, encode) -> list[tuple[list, int]]:
     """Scored is, for mc, what follows the common beginning of all choices; for schema, their common
     end; for lm, the continuation. No options if the tokens of an lm prompt do not begin with those
     of the prompt without its continuation.
     """
-    before = "".join(shot + "\n\n" for shot in question.shots)
-    stems = [before + context + task.delimiter for context, _ in question.texts]
-    prompts = [encode(stem + answer) for stem, (_, answer) in zip(stems, question.texts)]
+    before = "".join(shot + "\n\n" for shot in example.shots)
+    stems = [before + context + task.delimiter for context, _ in example.texts]
+    prompts = [encode(stem + answer) for stem, (_, answer) in zip(stems, example.texts)]
     if task.kind == "mc":
         shared = len(commonprefix(prompts))
         return [(prompt, len(prompt) - shared) for prompt in prompts]
@@ -124,16 +133,16 @@ def parcae_options(task: Task, question: Question, encode: Encode) -> list[tuple
     return [(prompt, len(prompt) - len(start))] if begins else []
 
 
-def dclm_options(task: Task, question: Question, encode: Encode) -> list[tuple[list, int]]:
+def dclm_options(task: Task, example: Example, encode) -> list[tuple[list, int]]:
     """Shots, contexts and answers are tokenised apart; the whole answer is scored."""
-    shots = encode("\n".join(question.shots))
-    gap = "\n" if question.shots else ""
+    shots = encode("\n".join(example.shots))
+    gap = "\n" if example.shots else ""
     blank = " " if len(encode(" a")) == 1 else ""
     options = []
-    for context, answer in question.texts:
+    for context, answer in example.texts:
         if task.kind != "schema":
             context = (gap + context + task.delimiter).rstrip()
-        elif question.shots:
+        elif example.shots:
             context = gap + context + task.delimiter.rstrip()
         if not answer.startswith(" "):
             answer = blank + answer
@@ -142,8 +151,8 @@ def dclm_options(task: Task, question: Question, encode: Encode) -> list[tuple[l
     return options
 
 
-def lambada_options(task: Task, question: Question, encode: Encode) -> list[tuple[list, int]]:
-    ((context, word),) = question.texts
+def lambada_options(task: Task, example: Example, encode) -> list[tuple[list, int]]:
+    ((context, word),) = example.texts
     start = encode(context)
     if encode(f"{context} {word}")[: len(start)] != start:
         context = context.rstrip()
@@ -175,22 +184,13 @@ def crop(tokens: list, scored: int, context: int, task: Task, protocol: str):
 # -- a task as rows of tokens ----------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Option:
-    """A choice, context or continuation as the model reads it."""
+@dataclass
+class Row:
+    """What the model is fed. Options that differ in their last token alone share it."""
 
     example: int
     fed: Tensor  # (n,) int32
-    targets: Tensor  # the scored tokens: those that follow the last ones of `fed`
-
-
-@dataclass
-class Example:
-    number: int
-    gold: int
-    options: list[Option] = field(default_factory=list)  # equal ones are one object
-    cropped: bool = False
-    empty: bool = False  # an option has no scored token
+    options: dict[tuple, Option] = field(default_factory=dict)  # by last token and length
 
 
 @dataclass
@@ -201,22 +201,7 @@ class EncodedTask:
     protocol: str
     groups: list[int]  # of all examples
     examples: list[Example]  # of this rank
-    rows: list[list[Option]]  # a row is what its first option is fed; the others' begins it
-
-
-def share_rows(options) -> list[list[Option]]:
-    """The model is causal and all options start from the same states, so an option that begins
-    another's text needs no row of its own.
-    """
-    rows = []
-    for option in sorted(options, key=lambda option: -len(option.fed)):
-        n = len(option.fed)
-        home = [row for row in rows if torch.equal(row[0].fed[:n], option.fed)]
-        if home:
-            home[0].append(option)
-        else:
-            rows.append([option])
-    return rows
+    rows: list[Row] = field(default_factory=list)
 
 
 def encode_task(
@@ -226,22 +211,21 @@ def encode_task(
     reads.
     """
     protocol = panel.protocol
-    asked = questions(task, panel, seed)
-    groups = [question.group for question in asked]
-    work = EncodedTask(task, protocol, groups, [], [])
+    asked = examples(task, panel, seed)
+    groups = [example.group for example in asked]
+    work = EncodedTask(task, protocol, groups, asked[place.rank :: place.world])
     bos = [] if protocol == "lambada" else [enc.encode_single_token(BOS)]
-    for number in range(place.rank, len(asked), place.world):
-        example = Example(number, asked[number].gold)
-        distinct = {}
-        for tokens, scored in OPTIONS[protocol](task, asked[number], partial(encode, enc)):
+    for example in work.examples:
+        rows = {}  # by what is fed
+        for tokens, scored in OPTIONS[protocol](task, example, partial(encode, enc)):
             whole = bos + tokens
             tokens, scored = crop(whole, scored, context, task, protocol)
             example.cropped |= len(tokens) < len(whole)
             example.empty |= not scored
             ids = torch.tensor(tokens, dtype=torch.int32)
-            option = Option(number, ids[:-1], ids[len(ids) - scored :])
-            option = distinct.setdefault((scored, *tokens), option)
+            row = rows.setdefault(tuple(tokens[:-1]), Row(example.number, ids[:-1]))
+            option = Option(ids[len(ids) - scored :])
+            option = row.options.setdefault((tokens[-1], scored), option)
             example.options.append(option)
-        work.examples.append(example)
-        work.rows += share_rows(distinct.values())
+        work.rows += rows.values()
     return work

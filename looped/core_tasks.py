@@ -9,26 +9,19 @@ Sources: DCLM (arXiv 2406.11794) and its eval/heavy.yaml; nanochat's and Parcae'
 
 import hashlib
 import json
-import re
 import time
 import zipfile
 from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import requests
+
 from looped.common import fail, write_atomic
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 BUNDLE = Path("data/eval_bundle.zip")
 
-FAMILIES = {  # by folder
-    "language_understanding": "language understanding",
-    "world_knowledge": "world knowledge",
-    "commonsense_reasoning": "commonsense",
-    "symbolic_problem_solving": "symbolic/math",
-    "reading_comprehension": "reading",
-    "safety": "safety/bias",
-}
 DELIMITERS = {"space": " ", "line": "\nAnswer: ", "same-line": "Answer: "}
 
 
@@ -116,7 +109,7 @@ def read_table() -> list[Task]:
         file = f"{folder}/{FILES.get(label, label)}.jsonl"
         chance = {"v1": float(v1), "v2": float(v2)}
         task = Task(label, file, kind, int(shots), DELIMITERS[delimiter], chance, index)
-        task.family = FAMILIES[folder]
+        task.family = folder.replace("_", " ")
         task.category = " ".join(category)
         task.by_category = label in BY_CATEGORY
         tasks.append(task)
@@ -134,10 +127,6 @@ TITLES = {
 }
 
 OWN_TASK = "FILE:KIND[,shots=N][,chance=PERCENT]"
-OWN_TASK_PATTERN = (
-    r"(?P<file>.+):(?P<settings>(?P<kind>mc|schema|lm)(,shots=(?P<shots>\d{1,4}))?"
-    r"(,chance=(?P<chance>\d\d?(\.\d+)?))?)"
-)
 
 
 def own_task(text: str) -> Task:
@@ -145,16 +134,16 @@ def own_task(text: str) -> Task:
 
     Its label ends in a hash of the file and of its settings, so that another file is another task.
     """
-    given = re.fullmatch(OWN_TASK_PATTERN, text)
-    if not given:
-        raise ArgumentTypeError(f"{text} is not {OWN_TASK}, in this order; KIND: mc, schema or lm")
-    path = Path(given["file"]).resolve()  # never the name of a file in the bundle
-    content = path.read_bytes() + given["settings"].encode()
-    digest = hashlib.sha256(content).hexdigest()
+    file, _, settings = text.rpartition(":")
+    kind, *given = settings.split(",")
+    options = {"shots": "0", "chance": "0"} | dict(part.split("=") for part in given)
+    if kind not in FIELDS or len(options) > 2:
+        raise ArgumentTypeError(f"{text} is not {OWN_TASK}; KIND: {', '.join(FIELDS)}")
+    path = Path(file).resolve()  # never the name of a file in the bundle
+    digest = hashlib.sha256(path.read_bytes() + settings.encode()).hexdigest()
     label = f"{path.stem}-{digest[:8]}"
-    shots = int(given["shots"] or 0)
-    chances = dict.fromkeys(("v1", "v2"), float(given["chance"] or 0))
-    return Task(label, str(path), given["kind"], shots, " ", chances, int(digest[:12], 16))
+    chances = dict.fromkeys(("v1", "v2"), float(options["chance"]))
+    return Task(label, str(path), kind, int(options["shots"]), " ", chances, int(digest[:12], 16))
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -166,29 +155,27 @@ FIELDS = {
 }
 
 
-def check_row(row: dict, fields: dict[str, type]) -> None:
-    """Raises an error if the row lacks one of these fields, or holds something else there."""
-    for name, kind in fields.items():
-        value = row[name]
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} is {value!r:.40}")
-        if kind is list and not 0 <= row["gold"] < len(value):
-            raise ValueError(f"gold {row['gold']} is no place in the {len(value)} {name}")
+def check_row(row: dict, kind: str) -> None:
+    """Raises an error if a field is missing or holds something else."""
+    for name, type_ in FIELDS[kind].items():
+        if not isinstance(row[name], type_):
+            raise ValueError(f"{name} is {row[name]!r:.40}")
+        if type_ is list and not 0 <= row["gold"] < len(row[name]):
+            raise ValueError("gold is no place in the list")
 
 
 def parse_rows(blob: bytes, task: Task) -> list[dict]:
     """The rows of a file, one a line. Lines end at \\n only: U+0085 occurs inside strings."""
-    fields = FIELDS[task.kind]
-    form = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
     rows = []
     for i, line in enumerate(blob.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            check_row(row, fields)
+            check_row(row, task.kind)
         except (ValueError, KeyError, TypeError) as e:
-            fail(f"{task.file}, line {i} ({e!r}); a row of kind {task.kind} has {form}")
+            fields = ", ".join(FIELDS[task.kind])
+            fail(f"{task.file}, line {i} ({e!r}); a row of kind {task.kind} has {fields}")
         rows.append(row)
     return rows
 
@@ -203,37 +190,29 @@ def bundle_at(path, rank=0):
     if path:
         return path
     if rank == 0 and not BUNDLE.is_file():
-        fetch_bundle()
+        print(f"fetching {URL} to {BUNDLE}", flush=True)
+        try:
+            answer = requests.get(URL, timeout=60)
+            answer.raise_for_status()
+        except requests.RequestException as e:
+            fail(f"cannot fetch CORE's tasks ({e}); give the zip with --bundle PATH")
+        BUNDLE.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(BUNDLE, answer.content)
     while not BUNDLE.is_file():
         time.sleep(1)
     return BUNDLE
 
 
-def fetch_bundle() -> None:
-    import requests
-
-    print(f"fetching {URL} to {BUNDLE}", flush=True)
-    try:
-        answer = requests.get(URL, timeout=60)
-        answer.raise_for_status()
-    except requests.RequestException as e:
-        fail(f"cannot fetch CORE's tasks ({e}); give the zip, or its folder, with --bundle PATH")
-    BUNDLE.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(BUNDLE, answer.content)
-
-
 def read_bundle(path) -> dict[str, bytes]:
-    """The zip, or the folder it holds -> {folder/file: content}."""
-    path = Path(path)
-    if not path.exists():
-        fail(f"no CORE tasks at {path}; give the zip, or its folder, with --bundle PATH")
-    if path.is_dir():
-        contents = {file: file.read_bytes() for file in path.rglob("*.jsonl")}
-    else:
-        with zipfile.ZipFile(path) as z:
-            names = [name for name in z.namelist() if name.endswith(".jsonl")]
-            contents = {Path(name): z.read(name) for name in names}
-    return {"/".join(file.parts[-2:]): contents[file] for file in sorted(contents)}
+    """The zip -> {folder/file: content}."""
+    if not Path(path).is_file():
+        fail(f"no CORE tasks at {path}; give the zip with --bundle PATH")
+    files = {}
+    with zipfile.ZipFile(path) as z:
+        for name in sorted(z.namelist()):
+            if name.endswith(".jsonl"):
+                files["/".join(Path(name).parts[-2:])] = z.read(name)
+    return files
 
 
 # -- the panel -------------------------------------------------------------------------------------
@@ -246,10 +225,10 @@ class Panel:
     name: str
     protocol: str  # parcae, dclm or lambada
     limit: int | None  # examples a task
-    tasks: list[Task]
     averaged: list[Task]  # those whose mean is the panel's score
-    rows: dict[str, list[dict]] = field(default_factory=dict)  # by label, of those that can be run
-    left_out: list[str] = field(default_factory=list)  # a line for each reason
+    tasks: list[Task] = field(default_factory=list)  # those that can be run
+    rows: dict[str, list[dict]] = field(default_factory=dict)  # by label
+    left_out: list[str] = field(default_factory=list)  # labels of those that cannot
     sha256: str | None = None  # of the bundle's tasks
 
 
@@ -257,27 +236,20 @@ def load_panel(path, name="core", protocol="parcae", limit=None, own=()) -> Pane
     """The panel with its rows, from a bundle if it needs one; own: further tasks, with files of
     their own.
     """
-    panel = Panel(name, protocol, limit, [*PANELS[name], *own], PANELS[name] or own)
+    panel = Panel(name, protocol, limit, PANELS[name] or own)
     files = {}
     if PANELS[name]:
         files = read_bundle(path)
         panel.sha256 = hashlib.sha256(b"".join(files.values())).hexdigest()
     files |= {task.file: Path(task.file).read_bytes() for task in own}
-    short = 0
-    for task in panel.tasks:
-        if task.file not in files:
-            panel.left_out.append(f"left out: {task.label}, as {task.file} is not there")
-            continue
-        rows = parse_rows(files[task.file], task)
+    for task in (*PANELS[name], *own):
+        rows = parse_rows(files[task.file], task) if task.file in files else []
         # dclm takes fewer shots where there are few examples
         if len(rows[:limit]) > (task.shots if protocol == "parcae" else 0):
+            panel.tasks.append(task)
             panel.rows[task.label] = rows
         else:
-            short += 1
-    if short:
-        enough = 1 + max(task.shots for task in panel.tasks)
-        why = f"fewer examples than their shots and one; give {enough} (--max-per-task {enough})"
-        panel.left_out.append(f"left out: {short} tasks with {why}")
-    if not any(task.label in panel.rows for task in panel.averaged):
-        fail(f"no task of {TITLES[name]} can be run; {'; '.join(panel.left_out)}")
+            panel.left_out.append(task.label)
+    if not panel.tasks:
+        fail(f"no task of {TITLES[name]} can be run: too few examples for the shots, or no files")
     return panel

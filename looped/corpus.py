@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import requests
+
 from looped.common import fail, note, write_atomic
 
 REPO = "karpathy/fineweb-edu-100b-shuffle"  # on huggingface.co
@@ -29,6 +31,7 @@ SHARD_BYTES = 100e6  # about
 TXT_DOC = 10_000  # characters after which a .txt file is cut at the next blank line
 DOWNLOADS = 4  # at a time
 ATTEMPTS = 10  # of a download
+LASTING = re.compile("Failed to resolve|40[134] Client Error")  # no use in trying again
 BACK_OFF = 2.0  # seconds before the second attempt; 4, 9, 16 … times as long before the next
 
 
@@ -140,7 +143,8 @@ HELD_OUT = re.compile(
 def held_out_name(name):
     """The name that keeps a file out of training, "" if none does."""
     for part in (*name.parent.parts, name.stem):
-        if match := HELD_OUT.fullmatch(part):
+        match = HELD_OUT.fullmatch(part)
+        if match:
             return match[2].lower()
     return ""
 
@@ -151,9 +155,9 @@ def is_table(name):
 
 def make_shards(folder, names, **options):
     """A Shard of each table, and one of all .txt files."""
-    tables = [[name] for name in names if is_table(name)]
-    together = [name for name in names if not is_table(name)]
-    return [as_shard(folder, group, **options) for group in (*tables, together) if group]
+    groups = [[name] for name in names if is_table(name)]
+    groups.append([name for name in names if not is_table(name)])
+    return [as_shard(folder, group, **options) for group in groups if group]
 
 
 def as_shard(folder, names, **options):
@@ -182,22 +186,24 @@ def shards_by_hash(folder, names):
 
 def find_shards(folder):
     """The Shards of a folder, that for validation first."""
-    names = text_files(folder)
-    apart = [name for name in names if held_out_name(name)]
-    train = [name for name in names if not held_out_name(name)]
+    kinds = {name: held_out_name(name) for name in text_files(folder)}
+    train = [name for name, kind in kinds.items() if not kind]
+    apart = [name for name, kind in kinds.items() if kind]
     tables = list(filter(is_table, train))
     if not train:
         fail(f"no .parquet, .jsonl or .txt file to train on in {folder}")
-    if not apart and len(tables) < 2:
-        return shards_by_hash(folder, train)
-    chosen = [name for name in apart if held_out_name(name) != "test"] or apart or tables[-1:]
-    val = as_shard(folder, chosen)
     if apart:
-        note(f"validation is {val.name}; never trained on: {as_shard(folder, apart).name}")
-    rest = sorted({*train} - {*chosen})
+        chosen = [name for name in apart if kinds[name] != "test"] or apart
+        note(f"validation is {', '.join(map(str, chosen))}; no file named so is trained on")
+    elif len(tables) > 1:
+        chosen = tables[-1:]
+        train.remove(tables[-1])
+    else:
+        return shards_by_hash(folder, train)
+    val = as_shard(folder, chosen)
     hashes = frozenset(map(text_hash, texts(val, Counter())))
     published = val.name == shard_name(VAL_SHARD)
-    return [val, *make_shards(folder, rest, held_out=hashes, published=published)]
+    return [val, *make_shards(folder, train, held_out=hashes, published=published)]
 
 
 def shard_name(i):
@@ -256,74 +262,46 @@ def build_stdlib(out):
 # ---- download
 
 
-def try_fetch(url, path):
-    """Continues the .part file, and gives it its name when it is whole."""
-    import requests
+def fetch_once(url, path):
+    with requests.get(url, stream=True, timeout=(10, 60)) as response:
+        response.raise_for_status()
 
-    part = path.with_name(path.name + ".part")
-    with open(part, "ab") as file:
-        start = file.tell()
-        headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-"}
-        with requests.get(url, headers=headers, stream=True, timeout=(10, 60)) as response:
-            status = response.status_code
-            span = response.headers.get("Content-Range", "")  # bytes first-last/size
-            continues = status == 206 and span.startswith(f"bytes {start}-")
-            if status in (200, 206, 416) and not continues:
-                file.truncate(0)
-            response.raise_for_status()
-            if status == 206 and not continues:
-                raise ValueError(f"asked from byte {start} on, the server sent {span}")
-            for block in response.iter_content(1 << 16):
-                file.write(block)
-    size = span.rpartition("/")[2] if continues else response.headers.get("Content-Length")
-    if size not in (None, "*", str(part.stat().st_size)):
-        part.unlink()
-        raise ValueError(f"{size} bytes were announced, others came")
-    os.replace(part, path)
+        def write(file):
+            file.writelines(response.iter_content(1 << 20))
+
+        write_atomic(path, write)
 
 
 def fetch_file(url, path):
     """Fetches a file; errors that may pass are tried again. -> None, or why it failed."""
-    import requests
-
     for attempt in range(ATTEMPTS):
         time.sleep(BACK_OFF * attempt**2)
         try:
-            try_fetch(url, path)
-            return None
-        except requests.HTTPError as e:
-            status = e.response.status_code
-            reason = f"HTTP {status}"
-            if status < 500 and status not in (408, 416, 429):
-                break
-        except (requests.RequestException, ValueError) as e:
-            reason = f"{type(e).__name__}: {e}"
-            if "Failed to resolve" in reason:  # offline
-                break
+            return fetch_once(url, path)
+        except requests.RequestException as e:
+            reason = str(e)
         print(f"{path.name}: {reason}", flush=True)
+        if LASTING.search(reason):
+            break
     return reason
 
 
 def download(out, shards):
-    """Fetches the missing shards and that for validation, several at a time, until one cannot be
-    had.
+    """Fetches the shards that are not there, and that for validation, several at a time, until one
+    cannot be had.
     """
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-
-    def fetch(path):
-        return fetch_file(f"{host}/datasets/{REPO}/resolve/main/{path.name}", path)
-
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / shard_name(i) for i in (VAL_SHARD, *range(shards))]
     todo = [path for path in paths if not path.exists()]
-    need = len(todo) * SHARD_BYTES
-    free = shutil.disk_usage(out).free
-    about = f"{len(todo)} of {len(paths)} shards to fetch, about {need / 1e9:.1f} GB"
-    print(f"{out}: {about}; {free / 1e9:.1f} GB are free", flush=True)
+    urls = [f"{host}/datasets/{REPO}/resolve/main/{path.name}" for path in todo]
+    need = len(todo) * SHARD_BYTES / 1e9
+    free = shutil.disk_usage(out).free / 1e9
+    about = f"{len(todo)} of {len(paths)} shards to fetch, about {need:.1f} GB"
+    print(f"{out}: {about}; {free:.1f} GB are free", flush=True)
     pool = ThreadPoolExecutor(DOWNLOADS)
-    for path, reason in zip(todo, pool.map(fetch, todo)):
+    for path, reason in zip(todo, pool.map(fetch_file, urls, todo)):
         if reason:
             pool.shutdown(cancel_futures=True)
-            missing = ", ".join(path.name for path in todo if not path.exists())
-            fail(f"missing: {missing} ({reason}); run the same command again, it continues")
+            fail(f"{path.name} is missing ({reason}); run the same command again, it continues")
         print(f"{path.name}: here", flush=True)

@@ -54,25 +54,19 @@ def save_tokenizer(path, ranks):
     write_json(path, content | {"checksum": hashlib.sha256(text.encode()).hexdigest()})
 
 
-def encoding(data):
-    """What a tokenizer file holds -> tiktoken.Encoding."""
-    import tiktoken
-
-    ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}
-    # tiktoken would abort at the first text
-    if len(ranks) < len(data["ranks"]) or any(bytes([i]) not in ranks for i in range(256)):
-        raise ValueError("tokens are missing or doubled")
-    return tiktoken.Encoding(
-        "bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=data["specials"]
-    )
-
-
 def load_tokenizer(path):
     """The tokenizer file as a tiktoken.Encoding."""
+    import tiktoken
+
     path = Path(path)
     if not path.exists():
         fail(f"no tokenizer at {path}; python tokenizer_train.py makes one")
-    return encoding(json.loads(path.read_text()))
+    data = json.loads(path.read_text())
+    ranks = {base64.b64decode(token): i for i, token in enumerate(data["ranks"])}
+    specials = data["specials"]
+    return tiktoken.Encoding(
+        "bpe", pat_str=data["pattern"], mergeable_ranks=ranks, special_tokens=specials
+    )
 
 
 def token_bytes(enc):

@@ -67,8 +67,7 @@ def validate(model, held_out: HeldOut, depths: list[int], rows: int, place: Plac
     tokens = len(held_out.ids) * data.seq_len
     loss = nats / tokens
     bpb = nats_with_bytes / size / math.log(2)
-    return {
-        "loss": dict(zip(depths, loss.tolist())),
-        "bpb": dict(zip(depths, bpb.tolist())),
-        "eval_tokens": tokens,
-    }
+    found = {"loss": dict(zip(depths, loss.tolist()))}
+    found["bpb"] = dict(zip(depths, bpb.tolist()))
+    found["eval_tokens"] = tokens
+    return found

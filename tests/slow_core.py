@@ -136,28 +136,20 @@ def slow_rows(task, protocol, row, shots, enc, context):
 
 @torch.no_grad()
 def slow_answer(model, task, protocol, rows, depth, key):
-    """One forward pass for the example: padded rows, all logits, all losses."""
-    width = max(len(x) for x, _, _ in rows)
-    ids = torch.full((len(rows), width), model.cfg.vocab_size - 3)
-    for row, (x, _, _) in zip(ids, rows):
-        row[: len(x)] = torch.tensor(x)
-    keys = torch.tensor([key] * len(rows))
-    logits = model.head(model.hidden(ids, depth, keys)).float()
-    if task.kind == "lm":
-        _, start, end = rows[0]
-        greedy = logits[0].argmax(-1)
-        said = greedy[start - 1 : end - 1]
-        return 0 if torch.equal(said, ids[0, start:end]) else -1
+    """One forward pass for each option: all logits, all losses."""
     means = []
-    for row, scores, (_, start, end) in zip(ids, logits, rows):
-        loss = F.cross_entropy(scores[:-1], row[1:], reduction="none")
-        loss = torch.cat([loss, torch.tensor([math.nan])])
+    for x, start, end in rows:
+        ids = torch.tensor([x])
+        (logits,) = model.head(model.hidden(ids, depth, torch.tensor([key]))).float()
+        if task.kind == "lm":
+            said = logits.argmax(-1)[start - 1 : end - 1]
+            return 0 if said.tolist() == x[start:end] else -1
+        loss = F.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
+        loss = torch.cat([loss, torch.tensor([math.nan])])  # of the token after the last
         mean = loss[start - 1 : end - 1].mean()
         if protocol == "dclm":
             mean = mean.exp()
         means.append(mean.item())
-    # options of equal tokens are equal, though rounding may differ from row to row
-    means = [means[rows.index(made)] for made in rows]
     return means.index(min(means))
 
 

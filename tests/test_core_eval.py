@@ -1,13 +1,10 @@
 """core_eval.py against a slow, obvious second implementation (slow_core.py), and on hand-made
 examples of every trap."""
 
-import copy
-import dataclasses
 import json
 import math
 import random
 import sys
-import zipfile
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,7 +20,7 @@ from looped import core_prompts as prompts
 from looped import core_tasks
 from looped.common import file_hash
 from looped.core_tasks import TASKS, Task
-from looped.machine import ONE_PROCESS, Place
+from looped.machine import Place
 from looped.randomness import FOR_EVAL, hash_key
 from looped.tokenizer import BOS, encode, load_tokenizer, save_tokenizer, token_bytes
 from looped.validation import HeldOut, validate
@@ -103,17 +100,11 @@ def panel_of(task, rows, protocol="parcae", limit=None, name="core"):
     return core_tasks.Panel(name, protocol, limit, [task], [task], {task.label: rows})
 
 
-def answers_of(model, enc, task, rows, protocol="parcae", seed=1234, ranks=1):
-    """The fast path at depth 2 -> {column: (n,)}, summed over ranks."""
-    panel = panel_of(task, rows, protocol)
-    total = dict.fromkeys(ce.COLUMNS, 0)
-    for rank in range(ranks):
-        place = Place(rank, ranks, torch.device("cpu"))
-        work = ce.encode_task(task, panel, seed, enc, model.cfg.seq_len, place)
-        settings = ce.Settings([2], [seed])  # alone: the sum over ranks is taken here
-        (result,) = ce.run_task(model, work, settings, seed)
-        total = {name: total[name] + result[name] for name in total}
-    return total
+def answers_of(model, enc, task, rows, protocol="parcae", seed=1234):
+    """The fast path at depth 2 -> {column: (n,)}."""
+    work = ce.encode_task(task, panel_of(task, rows, protocol), seed, enc, model.cfg.seq_len)
+    (result,) = ce.run_task(model, work, ce.Settings([2], [seed]), seed)
+    return result
 
 
 def entry_of(model, enc, panel, depth=2, seed=1234):
@@ -132,19 +123,18 @@ LOG = """
 
 
 def test_core_of_a_public_log():
-    panel = core_tasks.Panel("core-extended", "parcae", None, TASKS, TASKS)
+    panel = core_tasks.Panel("core-extended", "parcae", None, TASKS)
     for version, core, digits in (("v1", 0.119520, 6), ("v2", 0.0950, 4)):
         entries = {}
         for task, accuracy in zip(TASKS, LOG.split()):
             chance = task.chance[version]
             score = (100 * float(accuracy) - chance) / (100 - chance)
-            entries[task.label] = {"centered": ce.spread({"1": score}, 0.1)}
+            entries[task.label] = {"centered": ce.spread([score], 0.1)}
         record = ce.summarise(panel, entries)
         assert round(record["core"]["mean"], digits) == core
         assert record["core"]["std"] == pytest.approx(0.1 / math.sqrt(22))
         assert record["aggregate"]["name"] == "22 of the 46 tasks of CORE Extended"
-        assert record["categories_fine"]["commonsense continuation"] > 0
-    assert ce.spread({"1": 1.0, "2": 3.0}, 0.1)["std"] == 1  # over seeds: the population's
+    assert ce.spread([1.0, 3.0], 0.1)["std"] == 1  # over seeds: the population's
 
 
 def test_the_table_of_tasks_is_the_public_one():
@@ -168,19 +158,17 @@ def test_rows_and_spans_are_those_of_the_slow_renderer(enc, kind, protocol, labe
     """Shots, tokens, scored positions and order, whole and cropped."""
     rows = make_rows(kind, 30, category=True)
     bos = enc.encode_single_token(BOS)
-    for delimiter in (" ", "\nAnswer: "):
-        task = task_of(kind, 10, delimiter, label)
-        panel = panel_of(task, rows, protocol, limit)
-        asked = prompts.questions(task, panel, 1234)
-        options = [prompts.OPTIONS[protocol](task, q, partial(encode, enc)) for q in asked]
-        for context in (1000, 40, 12):
-            slow = [want for _, _, want in slow_rendered(enc, task, panel, context)]
-            for found, want in zip(options, slow, strict=True):
-                for (ids, scored), (tokens, start, end) in zip(found, want, strict=True):
-                    cropped, scored = prompts.crop([bos, *ids], scored, context, task, protocol)
-                    assert cropped == tokens
-                    assert end == len(tokens)
-                    assert scored == end - start or start < 1
+    task = task_of(kind, 10, "\nAnswer: ", label)
+    panel = panel_of(task, rows, protocol, limit)
+    asked = prompts.examples(task, panel, 1234)
+    options = [prompts.OPTIONS[protocol](task, example, partial(encode, enc)) for example in asked]
+    for context in (1000, 40, 12):
+        slow = slow_rendered(enc, task, panel, context)
+        for found, (_, _, want) in zip(options, slow, strict=True):
+            for (ids, scored), (tokens, start, end) in zip(found, want, strict=True):
+                cropped, scored = prompts.crop([bos, *ids], scored, context, task, protocol)
+                assert (cropped, len(cropped)) == (tokens, end)
+                assert scored == end - start or start < 1
 
 
 @pytest.mark.parametrize("kind", ["mc", "schema", "lm"])
@@ -199,36 +187,23 @@ def test_answers_are_those_of_one_example_at_a_time(enc, net, kind, protocol):
         assert (result["correct"] == (np.array(want) == gold)).all()
 
 
-def test_scores_do_not_depend_on_batches_or_ranks(enc, net, monkeypatch):
+def test_scores_do_not_depend_on_batches(enc, net, monkeypatch):
     task, rows = task_of("mc"), make_rows("mc", 30, seed=4)
-    whole = answers_of(net, enc, task, rows)
-    for budget, ranks in ((1, 1), (10**9, 1), (100, 7)):
+    whole = answers_of(net, enc, task, rows)["answer"]
+    for budget in (1, 10**9):
         monkeypatch.setitem(ce.BATCH_TOKENS, "cpu", budget)
-        again = answers_of(net, enc, task, rows, ranks=ranks)
-        assert (whole["answer"] == again["answer"]).all()
-    other = answers_of(net, enc, task, rows, seed=1235)
-    assert (whole["answer"] != other["answer"]).any()  # shots and initial states do follow the seed
-
-
-def test_a_model_in_training_can_be_evaluated(enc, net):
-    """It uses no compiled piece, at whatever shapes, and leaves the model in training."""
-    model = copy.deepcopy(net).train()
-    panel = panel_of(task_of("mc", label="copa"), make_rows("mc", 12, seed=6))
-    want = ce.quick_score(net, enc, panel, ONE_PROCESS)
-    calls = []
-    model.compile_pieces(backend=lambda graph, inputs: calls.append(1) or graph)
-    assert ce.quick_score(model, enc, panel, ONE_PROCESS) == want
-    assert model.training and not calls
+        assert (whole == answers_of(net, enc, task, rows)["answer"]).all()
+    other = answers_of(net, enc, task, rows, seed=1235)["answer"]
+    assert (whole != other).any()  # shots and initial states do follow the seed
 
 
 def test_one_seeds_error_is_the_binomial_one_and_never_zero(enc):
     panel = panel_of(task_of("lm", 0), [{"context": "the", "continuation": "cat"}] * 12)
     error = math.sqrt(13 / 14 * 1 / 14 / 12)  # with one more right and one more wrong
-    for model, share in ((prefer(enc, ("the", " cat")), 1), (prefer(enc), 0)):
-        entry = entry_of(model, enc, panel)
-        assert entry["accuracy"]["mean"] == share
-        assert entry["accuracy"]["std"] == pytest.approx(error)
-        assert entry["centered"]["std"] == pytest.approx(error / 0.75)  # chance is 25 %
+    entry = entry_of(prefer(enc, ("the", " cat")), enc, panel)
+    assert entry["accuracy"]["mean"] == 1
+    assert entry["accuracy"]["std"] == pytest.approx(error)
+    assert entry["centered"]["std"] == pytest.approx(error / 0.75)  # chance is 25 %
 
 
 # ---- traps
@@ -244,7 +219,7 @@ def test_an_option_without_tokens_wins_in_first_place_never_elsewhere_and_is_nam
         model = prefer(enc, (" a", " dog"))
         found = answers_of(model, enc, task, rows)
         assert found["answer"].tolist() == slow_task(model, enc, task, panel, 1, 2)[0]
-        assert "--protocol dclm" in ce.describe("made", entry_of(model, enc, panel))
+        assert entry_of(model, enc, panel)["empty"] == 1
     assert not answers_of(model, enc, task, rows, "dclm")["empty"]  # scores the whole answer
 
 
@@ -293,17 +268,14 @@ def test_lambada_perplexity_is_that_of_the_slow_sum(enc, net):
     rows = [{"context": "the cat sat on", "continuation": "bread "}]
     rows.append({"context": "saw a dog ", "continuation": " barn"})
     panel = panel_of(core_tasks.LAMBADA, rows, "lambada", name="lambada")
-    found = entry_of(net, enc, panel, 3, 7)
     nats = 0.0
-    for i, row in enumerate(rows):
-        whole = enc.encode_ordinary(f"{row['context']} {row['continuation'].strip()}")
-        key = torch.tensor([hash_key(7, FOR_EVAL, 9, i)])
-        logits = net.head(net.hidden(torch.tensor([whole[:-1]]), 3, key))[0]
-        # four words, or three and a blank, come before the scored
-        scored = logits[3:], torch.tensor(whole[4:])
-        nats += torch.nn.functional.cross_entropy(*scored, reduction="sum").item()
-    total = ce.summarise(panel, {"lambada_openai": found})["aggregate"]["mean"]
-    assert total == pytest.approx(math.exp(nats / 2), rel=1e-5)
+    for i, text in enumerate(("the cat sat on bread", "saw a dog  barn")):
+        ids = torch.tensor([enc.encode_ordinary(text)])
+        keys = torch.tensor([hash_key(7, FOR_EVAL, 9, i)])
+        losses = net.losses(ids[:, :-1], ids[:, 1:], [3], keys)[3]
+        nats += losses[0, 3:].sum().item()  # four words, or three and a blank, come before
+    entry = entry_of(net, enc, panel, 3, 7)
+    assert entry["perplexity"]["mean"] == pytest.approx(math.exp(nats / 2), rel=1e-5)
 
 
 def test_a_diverged_model_has_no_score(enc):
@@ -317,48 +289,38 @@ def test_a_diverged_model_has_no_score(enc):
 # ---- tasks and their files
 
 
-def test_zip_and_folder_are_the_same_and_lines_end_at_newline_only(tmp_path):
+def test_lines_of_a_file_end_at_newline_only(tmp_path):
     files = small_core()
     files["world_knowledge/arc_easy.jsonl"][0]["query"] = "one\x85line\u2028 still"
-    whole = write_bundle(tmp_path / "b.zip", files)
-    with zipfile.ZipFile(whole) as z:
-        z.extractall(tmp_path / "x")
-    panel = core_tasks.load_panel(whole)
-    assert panel == core_tasks.load_panel(tmp_path / "x")
+    panel = core_tasks.load_panel(write_bundle(tmp_path / "b.zip", files))
     assert len(panel.rows) == 22
     assert panel.rows["arc_easy"] == files["world_knowledge/arc_easy.jsonl"]
 
 
-def test_what_cannot_be_run_is_said_in_a_line(tmp_path):
+def test_tasks_without_a_file_or_enough_examples_are_left_out(tmp_path):
     files = small_core()
     del files["commonsense_reasoning/copa.jsonl"]
     path = write_bundle(tmp_path / "b.zip", files)
-    missing, short = core_tasks.load_panel(path, limit=3).left_out
-    assert missing == "left out: copa, as commonsense_reasoning/copa.jsonl is not there"
-    assert "15 tasks" in short and "--max-per-task 11" in short
-    assert core_tasks.load_panel(path, limit=11).left_out == [missing]
+    assert core_tasks.load_panel(path, limit=11).left_out == ["copa"]
+    short = core_tasks.load_panel(path, limit=10)
+    assert len(short.left_out) == 15 and "jeopardy" in short.left_out
+    assert core_tasks.load_panel(path, protocol="dclm", limit=10).left_out == ["copa"]
 
 
-@pytest.mark.parametrize("row, said", [
-    ("{not json", "JSONDecodeError"),
-    ('{"query": "q", "choices": ["a"]}', "KeyError('gold')"),
-    ('{"query": "q", "choices": ["a", "b"], "gold": 2}', "gold 2 is no place in the 2 choices"),
-    ('{"query": "q", "choices": "ab", "gold": 0}', "choices is 'ab'"),
-])  # fmt: skip
-def test_a_malformed_row_of_ones_own_is_named_with_what_it_needs(tmp_path, capsys, row, said):
+def test_a_malformed_row_of_ones_own_is_named_with_what_it_needs(tmp_path, capsys):
     path = tmp_path / "mine.jsonl"
-    path.write_text('{"query": "q", "choices": ["a"], "gold": 0}\n\n' + row)
+    rows = '{"query": "q", "choices": ["a"], "gold": 0}', "", '{"query": "q", "choices": ["a"]}'
+    path.write_text("\n".join(rows))
     own = [core_tasks.own_task(f"{path}:mc")]
-    said = said, f"{path}, line 3", "of kind mc has query (str), choices (list), gold (int)"
+    said = f"{path}, line 3 (KeyError('gold'))", "of kind mc has query, choices, gold"
     refused(capsys, lambda: core_tasks.load_panel(None, "own", own=own), *said)
 
 
-def test_without_a_bundle_or_a_network_the_flag_is_named_at_once(tmp_path, capsys, monkeypatch):
+def test_without_a_bundle_or_a_network_the_flag_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(core_tasks, "BUNDLE", tmp_path / "b.zip")
     monkeypatch.setattr(core_tasks, "URL", "http://nowhere.invalid/b.zip")
     refused(capsys, lambda: core_tasks.bundle_at(None), "cannot fetch", "--bundle PATH")
     refused(capsys, lambda: core_tasks.load_panel(tmp_path / "no.zip"), "no.zip", "--bundle PATH")
-    assert core_tasks.bundle_at("mine.zip") == "mine.zip"
 
 
 # ---- validation
@@ -389,9 +351,8 @@ def test_validation_feeds_one_shape_and_counts_each_row_once(
     places = [Place(rank, ranks, torch.device("cpu")) for rank in range(ranks)]
     found = [validate(model, held_out, [1, 2], batch, place) for place in places]
     targets = data.get("val", held_out.ids)[:, 1:]
-    for depth in (1, 2):
-        loss = sum(of_rank["loss"][depth] for of_rank in found)
-        assert loss == pytest.approx(targets.mean() * depth, rel=1e-12)
+    loss = sum(of_rank["loss"][2] for of_rank in found)
+    assert loss == pytest.approx(2 * targets.mean(), rel=1e-12)
     if ranks == 1:
         sizes = token_bytes(held_out.tokenizer)[targets]
         bits = targets[sizes > 0].sum() / sizes.sum() / math.log(2)
@@ -402,21 +363,13 @@ def test_validation_feeds_one_shape_and_counts_each_row_once(
 
 
 def test_any_number_of_validation_rows_is_spread_over_the_shard(packed):
-    class Shard:
-        """Packed so that long documents come last."""
-
-        folder, seq_len = packed, 10
-
-        def rows(self, split):
-            return 10_000
-
-    few = HeldOut(Shard(), 4000, "cpu").ids
-    more = HeldOut(Shard(), 8000, "cpu").ids
-    assert set(few) < set(more)
-    for ids in (few, more):
-        in_tenths = np.bincount(ids // 1000, minlength=10)
-        assert (abs(in_tenths / len(ids) - 0.1) < 4 * math.sqrt(0.09 / len(ids))).all()
-    assert HeldOut(Shard(), math.inf, "cpu").ids.tolist() == list(range(10_000))
+    """Packed so that long documents come last."""
+    shard = SimpleNamespace(folder=packed, seq_len=10, rows=lambda split: 10_000)
+    few = HeldOut(shard, 4000, "cpu").ids
+    assert set(few) < set(HeldOut(shard, 8000, "cpu").ids)
+    in_tenths = np.bincount(few // 1000, minlength=10)
+    assert (abs(in_tenths / 400 - 0.1) < 4 * math.sqrt(0.09 / 400)).all()
+    assert HeldOut(shard, math.inf, "cpu").ids.tolist() == list(range(10_000))
 
 
 # ---- the program
@@ -438,21 +391,16 @@ def run(tmp_path, enc, net):
 
 
 @pytest.fixture
-def start(run, monkeypatch):
-    """start(flags) runs core_eval.py on the run, here, and returns the labels of the tasks it ran."""
-    seen, real = [], ce.encode_task
-
-    def encode(task, *args):
-        seen.append(task.label)
-        return real(task, *args)
+def start(run, monkeypatch, capsys):
+    """start(flags) runs core_eval.py on the run, and returns its lines about tasks."""
 
     def go(*flags):
         bundle = str(run.parent / "b.zip")
-        monkeypatch.setattr(ce, "encode_task", encode)
         monkeypatch.setattr(sys, "argv", ["core_eval.py", str(run), "--bundle", bundle, *flags])
-        seen.clear()
+        capsys.readouterr()
         ce.main()
-        return set(seen)
+        said = capsys.readouterr().out.splitlines()
+        return [line.split() for line in said if " depth " in line]
 
     return go
 
@@ -461,18 +409,18 @@ def results(run, name="core_parcae"):
     return json.loads((run / f"core_{name}.json").read_text())
 
 
-def test_results_continue_with_equal_settings_and_are_overwritten_with_others(run, start, capsys):
+def test_results_continue_with_equal_settings_and_are_overwritten_with_others(run, start):
     flags = "--depth", "1,2", "--seeds", "5", "--max-per-task", "11"
-    assert len(start(*flags)) == 22
-    said = capsys.readouterr().out
-    assert said.endswith("core_core_parcae.json, centred by baselines v1\n")
+    lines = start(*flags)
+    assert [line[:3] for line in lines[:2]] == [["hellaswag_zeroshot", "depth", d] for d in "12"]
+    assert len(lines) == 44
     assert len(start(*flags, "--depth", "3")) == 22
     part = results(run)
     assert part["depths"].keys() == {"1", "2", "3"}
     del part["depths"]["1"]["tasks"]["copa"]
     (run / "core_core_parcae.json").write_text(json.dumps(part))
-    assert start(*flags) == {"copa"}
-    assert len(start(*flags, "--baselines", "v2")) == 22
+    assert [line[0] for line in start(*flags)] == ["copa", "copa"]
+    assert len(start(*flags, "--baselines", "v2")) == 44
     entry = results(run)["depths"]["2"]["tasks"]["commonsense_qa"]
     centred = (entry["accuracy"]["mean"] - 0.403) / 0.597
     assert entry["centered"]["mean"] == pytest.approx(centred)
@@ -488,51 +436,31 @@ def test_nanochat_is_parcae_at_seed_1234_and_two_ranks_give_the_scores_of_one(ru
 
 def test_ones_own_task_is_in_no_average_but_its_own(run, start, tmp_path):
     mine = tmp_path / "mine.jsonl"
-    mine.write_text("\n".join(json.dumps(row) for row in make_rows("mc", 9)))
+    mine.write_text("\n".join(json.dumps(row) for row in make_rows("mc", 12)))
     own = "--task", f"{mine}:mc,shots=2,chance=25"
-    flags = "--seeds", "5", "--max-per-task", "9"
+    flags = "--seeds", "5", "--max-per-task", "11"
     start(*flags)
-    before = results(run)["depths"]["2"]
-    (label,) = start(*flags, *own)
+    before = results(run)["depths"]["2"]["aggregate"]
+    ((label, *_),) = start(*flags, *own)
     after = results(run)["depths"]["2"]
-    assert after["aggregate"] == before["aggregate"]
+    assert after["aggregate"] == before
     start(*flags, *own, "--panel", "own")
     alone = results(run, "own_parcae")["depths"]["2"]
     assert alone["tasks"] == {label: after["tasks"][label]}
     assert alone["aggregate"]["mean"] == alone["tasks"][label]["centered"]["mean"]
 
 
-def test_the_score_of_validation_is_on_rows_that_fit_and_without_an_error(packed, capsys):
-    data = PackedData(packed)
-    config = {"tokenizer": {"sha256": data.manifest["tokenizer_sha256"]}}
-    model, settings = Losses(data.seq_len), ce.Settings([1], [1])
-    score = ce.validation(model, config, packed, settings)["1"]["aggregate"]
-    mean = data.get("val", range(data.rows("val")))[:, 1:].mean()
-    assert ce.plus_minus(score) == f"{mean:.4f}"
-    refused(capsys, lambda: ce.validation(model, config, "gone", settings), "gone", "--data")
-    config["tokenizer"]["sha256"] = "another"
-    refused(capsys, lambda: ce.validation(model, config, packed, settings), "not fit", "--data")
-
-
-def test_prompts_that_are_nearly_all_cropped_are_said(run, start, capsys):
-    row = {"query": " ".join(CORE_WORDS), "choices": ["Yes", "No"], "gold": 0}
-    mine = run.parent / "long.jsonl"
-    mine.write_text("\n".join([json.dumps(row)] * 5))
-    start("--panel", "own", "--task", f"{mine}:mc,shots=3", "--seeds", "1")
-    assert "are cut to the model's context, 48 tokens" in capsys.readouterr().out
+def test_validation_rows_of_another_tokenizer_are_refused(packed, capsys):
+    score = partial(ce.validation, Losses(32), folder=packed, settings=ce.Settings([1], [1]))
+    sha256 = PackedData(packed).manifest["tokenizer_sha256"]
+    assert score({"tokenizer": {"sha256": sha256}}).keys() == {"1"}
+    refused(capsys, lambda: score({"tokenizer": {"sha256": "x"}}), "another tokenizer", "--data")
 
 
 def test_what_cannot_be_evaluated_is_refused_in_one_line(run, start, net, capsys):
     (run / "tokenizer.json").write_text((run / "tokenizer.json").read_text() + "\n")
     copy_it = "copy data/tokenizer.json there"
     refused(capsys, start, "not the tokenizer of the checkpoint", copy_it)
-    flat = Model(dataclasses.replace(net.cfg, n_core=0))
-    torch.save({"step": 4, "model": flat.state_dict()}, run / "step_0000004.pt")
-    refused(capsys, start, "step_0000004.pt", "name a run")
-    config = json.loads((run / "config.json").read_text()) | {"model": vars(flat.cfg)}
-    config["tokenizer"]["sha256"] = file_hash(run / "tokenizer.json")
-    (run / "config.json").write_text(json.dumps(config))
-    refused(capsys, lambda: start("--depth", "4"), "the model has no loop; leave --depth out")
     for path in run.glob("step_*"):
         path.unlink()
     refused(capsys, start, "(step_*.pt)", "name a run")

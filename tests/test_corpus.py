@@ -26,12 +26,9 @@ def test_txt_files_are_cut_at_blank_lines_and_lose_nothing(tmp_path):
     assert "".join(docs) == book + "\ufffd end" and len(docs) > 5
     for doc in docs[:-1]:
         assert 0 <= len(doc) - corpus.TXT_DOC < 60 and doc.endswith("\r\n")
-    (tmp_path / "blob.txt").write_text("x" * 100_001)
-    blob = [len(doc) for doc in corpus.txt_texts(tmp_path / "blob.txt", Counter())]
-    assert blob == [40_000, 40_000, 20_001]
 
 
-@pytest.mark.parametrize("mark", ["<|endoftext|>", "<|end_of_text|>", "</s>"])
+@pytest.mark.parametrize("mark", ["<|endoftext|>", "</s>"])
 def test_txt_files_are_split_at_separator_lines(mark, tmp_path):
     stories = ["Once upon a time.\nThe end.\n", f"Not here: {mark} but\n\nhere\n", "One more.\n"]
     (tmp_path / "a.txt").write_text(f"{mark}\n".join(stories) + f"{mark}\n")
@@ -40,11 +37,10 @@ def test_txt_files_are_split_at_separator_lines(mark, tmp_path):
     assert counts == {f"separator lines such as {mark}": 3}
 
 
-def test_what_cannot_be_read_is_skipped_and_counted(tmp_path, capsys):
-    broken = [b"{not json", b'{"body": "x"}', b"[1]", b"[" * 99999]
-    empty = [b'{"text": null}', b'{"text": 5}', b'{"text": " \\n"}']
+def test_what_cannot_be_read_is_skipped_and_counted(tmp_path):
+    bad = [b"{not json", b'{"body": "x"}', b'{"text": null}', b'{"text": " \\n"}']
     good = [b'{"text": "one"}', b'{"text": "bad \xff\xfe bytes"}']
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(broken + empty + good))
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(bad + good))
     raw = pa.array([b"caf\xe9 latin", None, b""], pa.binary())
     valid, offsets, content = raw.buffers()
     text = pa.StringArray.from_buffers(len(raw), offsets, content, valid)
@@ -53,10 +49,7 @@ def test_what_cannot_be_read_is_skipped_and_counted(tmp_path, capsys):
     shard = corpus.Shard("both", [tmp_path / "a.jsonl", tmp_path / "b.parquet"])
     read = list(corpus.texts(shard, counts))
     assert read == ["one", "bad \ufffd\ufffd bytes", "caf\ufffd latin"]
-    assert counts == {"lines without the key text": 4, "empty documents": 5}
-    (tmp_path / "c.jsonl").write_text('{"content": "x"}\n')
-    shard = corpus.Shard("c", [tmp_path / "c.jsonl"])
-    refused(capsys, lambda: list(corpus.texts(shard, counts)), "c.jsonl has no line with text")
+    assert counts == {"lines without the key text": 2, "empty documents": 4}
 
 
 # ---- shards
@@ -99,12 +92,10 @@ def test_tables_are_shards_of_their_own_and_text_files_share_one(tmp_path):
     (["GPT4-train", "GPT4-valid"], [[1], [0]]),
     (["attested", "contest/x", "dev/x", "eval/y", "val2"], [[2, 3, 4], [0], [1]]),
 ])  # fmt: skip
-def test_files_named_for_testing_are_never_trained_on(names, shards, tmp_path, capsys):
+def test_files_named_for_testing_are_never_trained_on(names, shards, tmp_path):
     names = [f"{name}.jsonl" for name in names]
     wanted = [[names[i] for i in places] for places in shards]
     assert shards_of(tmp_path, *names) == wanted
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"validation is {wanted[0][0]}" in said
 
 
 # ---- the standard library
@@ -120,9 +111,6 @@ def test_stdlib_corpus_holds_modules_in_the_order_of_their_hashes(tmp_path):
     assert len(shards) == 5 and len(order) > 400
     assert shards[4] == [modules[name] for name in order[: len(order) // 16]]
     assert sorted(sum(shards, [])) == sorted(modules.values())
-    before = (tmp_path / "shard_00000.parquet").stat().st_mtime_ns
-    dl.main(["stdlib", "--out", str(tmp_path)])
-    assert (tmp_path / "shard_00000.parquet").stat().st_mtime_ns == before
 
 
 # ---- the download
@@ -140,39 +128,22 @@ class Host(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         name = self.path.rsplit("/", 1)[-1]
-        span = self.headers.get("Range")
-        Host.seen.append((name, span))
+        Host.seen.append(name)
         body = Host.files.get(name, b"")
-        trouble = None if body else 404
-        if Host.plan.get(name):
-            trouble = Host.plan[name].pop(0)
+        trouble = Host.plan[name].pop(0) if Host.plan.get(name) else 200
         self.close_connection = True
-        if isinstance(trouble, int):
-            self.send_response(trouble)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        start = 0 if trouble == "no range" else int(span[6:-1])
-        if trouble == "elsewhere":
-            start = max(0, start - 1000)
-        sent = body[start:]
-        if trouble in ("drop", "short"):
-            sent = sent[: len(sent) // 2]
-        stated = sent if trouble == "short" else body[start:]
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        self.send_header("Content-Length", str(len(stated)))
+        self.send_response(200 if trouble == "drop" else trouble)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(sent)
+        self.wfile.write(body[: len(body) // 2] if trouble == "drop" else body)
 
 
 @pytest.fixture
 def host(monkeypatch, tmp_path):
-    """A server on 127.0.0.1 with shards 0 to 3 and the validation shard."""
+    """A server on 127.0.0.1 with shards 0 to 2 and the validation shard."""
     Host.files, Host.plan, Host.seen = {}, {}, []
-    for i in (0, 1, 2, 3, 1822):
-        write_parquet(tmp_path / "x.parquet", documents(1000 if i == 1 else 100, seed=i))
+    for i in (0, 1, 2, 1822):
+        write_parquet(tmp_path / "x.parquet", documents(100, seed=i))
         Host.files[f"shard_{i:05d}.parquet"] = (tmp_path / "x.parquet").read_bytes()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Host)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -184,54 +155,35 @@ def host(monkeypatch, tmp_path):
     server.server_close()
 
 
-def fetch(out, shards="4"):
+def fetch(out, shards="3"):
     dl.main(["download", "--out", str(out), "--shards", shards])
-    return {path.name: path.read_bytes() for path in out.iterdir()}
+    return {path.name: path.read_bytes() for path in out.glob("*.parquet")}
 
 
-def test_download_ends_right_through_drops_429_and_503(host, tmp_path, capsys):
+def test_download_ends_right_through_drops_429_and_503(host, tmp_path):
     host.plan = {
         "shard_00000.parquet": ["drop", "drop", 503],
         "shard_00001.parquet": [429, "drop", 500, "drop"],
-        "shard_00002.parquet": ["drop", "no range"],
     }
     assert fetch(tmp_path / "out") == host.files
-    assert {span for _, span in host.seen} > {"bytes=0-"}  # drops are resumed
-    said = capsys.readouterr().out
-    assert "5 of 5 shards to fetch, about 0.5 GB" in said and "GB are free" in said
-    host.seen.clear()
+    assert len(host.seen) == 4 + 7
     fetch(tmp_path / "out")
-    assert not host.seen  # nothing is missing: no network
+    assert len(host.seen) == 4 + 7  # nothing is missing: no network
 
 
-def test_an_earlier_download_is_continued_only_where_it_ended(host, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    host.plan = {
-        "shard_00001.parquet": ["elsewhere"],
-        "shard_00002.parquet": ["short"],
-        "shard_00003.parquet": [416],
-    }
-    for i in range(4):
-        file = f"shard_0000{i}.parquet"
-        (out / f"{file}.part").write_bytes(host.files[file][:2000])
-    assert fetch(out) == host.files
-    asked = [span for name, span in host.seen if name == "shard_00001.parquet"]
-    assert asked == ["bytes=2000-", "bytes=0-"]
-    assert ("shard_00000.parquet", "bytes=2000-") in host.seen
+@pytest.mark.parametrize("trouble, times", [("drop", corpus.ATTEMPTS), (404, 1)])
+def test_download_lists_what_is_missing_and_continues(trouble, times, host, tmp_path, capsys):
+    host.plan = {"shard_00002.parquet": [trouble] * times}
+    said = "shard_00002.parquet is missing", "run the same command again"
+    refused(capsys, lambda: fetch(tmp_path / "out"), *said)
+    assert host.seen.count("shard_00002.parquet") == times
+    assert fetch(tmp_path / "out") == host.files
 
 
-def test_download_lists_what_is_missing_and_continues(host, tmp_path, capsys, monkeypatch):
-    for trouble, times in (503, corpus.ATTEMPTS), (404, 1):
-        host.seen.clear()
-        host.plan = {"shard_00002.parquet": [trouble] * 99}
-        said = ("missing: shard_00002.parquet", f"(HTTP {trouble})", "run the same command again")
-        refused(capsys, lambda: fetch(tmp_path / "out"), *said)
-        assert [name for name, _ in host.seen].count("shard_00002.parquet") == times
-    host.plan = {}
-    assert {*fetch(tmp_path / "out")} - {"shard_00002.parquet.part"} == {*host.files}
-    host.seen.clear()
+def test_a_host_that_does_not_resolve_is_asked_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://nowhere.invalid")
     monkeypatch.setenv("no_proxy", "nowhere.invalid")
-    monkeypatch.setattr(corpus, "BACK_OFF", 1e9)  # a name that does not resolve is not asked again
-    refused(capsys, lambda: fetch(tmp_path / "off", "1"), "missing: shard_01822.parquet", "resolve")
+    monkeypatch.setattr(corpus, "BACK_OFF", 1e9)
+    refused(
+        capsys, lambda: fetch(tmp_path / "off", "1"), "shard_01822.parquet is missing", "resolve"
+    )

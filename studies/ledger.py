@@ -3,8 +3,8 @@ The ledger of the studies: one JSON line for every finished or diverged training
 results/ledger/, a file for each set of rows, named by the beginning of their hash.
 
 Pages and figures are made from these lines alone, and a run whose line is there is not repeated,
-so that a study can be continued on another machine from what is committed. Runs of edited code, of
-flags after `--` or for a page of one's own have their ledger beside that page.
+so that a study can be continued on another machine from what is committed. Runs of edited code or
+with flags after `--` are not entered.
 """
 
 import functools
@@ -154,10 +154,10 @@ def record(path: Path) -> dict | None:
 # -- the files
 
 
-def read_ledger(files) -> list[dict]:
+def read_ledger() -> list[dict]:
     """The lines; of equal runs (settings, rows, dtype) the last in the place of the first."""
     found = {}
-    for file in files:
+    for file in sorted(LEDGER.glob("*.jsonl")):
         for text in file.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             line["loss"] = by_depth(line["loss"])
@@ -166,7 +166,7 @@ def read_ledger(files) -> list[dict]:
     return list(found.values())
 
 
-def append(line: dict, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a", encoding="utf-8") as ledger:
+def append(line: dict) -> None:
+    LEDGER.mkdir(parents=True, exist_ok=True)
+    with open(LEDGER / f"{line['data'][:10]}.jsonl", "a", encoding="utf-8") as ledger:
         ledger.write(json.dumps(line, ensure_ascii=False) + "\n")

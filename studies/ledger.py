@@ -22,7 +22,7 @@ from looped.common import finite
 from looped.run import MAY_CHANGE, by_depth
 from model import ModelConfig
 from tools import runner
-from tools.report import LoggedRun, read_run
+from tools.report import LoggedRun, core_averages, read_run
 
 LEDGER = Path("results/ledger")
 CURVE_POINTS = 20
@@ -75,7 +75,7 @@ def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
     """
     bad = steps.state_norm > 1e4 * max(steps.state_norm[0], 1.0)
     if stopped:
-        bad.iloc[-runner.BAD_STEPS :] = True
+        bad.iloc[-train.BAD_STEPS :] = True
     else:
         width = max(1, len(steps) // 20)
         medians = steps.loss.rolling(width, min_periods=1).median()
@@ -94,17 +94,14 @@ def training_curve(steps: pd.DataFrame) -> dict[str, list]:
 
 
 def scores(run: LoggedRun) -> list[dict]:
-    """Averages of the run's core_*.json files, one entry a panel, depth and set of tasks."""
+    """Averages of the run's core_*.json files, one entry a file, depth and set of tasks."""
     found = []
-    for rules, depths in run.core.items():
-        for depth, measured in depths.items():
-            for average in (measured["aggregate"], measured.get("core")):
-                if average:
-                    score = rules._asdict() | {"depth": depth}
-                    score["name"] = average["name"]
-                    score["scored"] = "{tasks_done} of the {tasks_total}".format(**average)
-                    score["mean"] = average["mean"]
-                    found.append(score)
+    for record in run.core.values():
+        rules = {name: record[name] for name in ("panel", "protocol", "baselines", "max_per_task")}
+        for average in core_averages(record):
+            scored = "{tasks_done} of the {tasks_total}".format(**average)
+            told = {name: average[name] for name in ("depth", "name", "mean")}
+            found.append(rules | told | {"scored": scored})
     return found
 
 

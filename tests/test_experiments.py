@@ -16,7 +16,6 @@ from looped.run import read_log
 from model import ModelConfig, parameter_count
 from studies import depth_laws, experiments, ledger, pages
 from studies.comparisons import EXPERIMENTS, SOURCES, Arm, tables_of
-from tools.report import CoreRules
 
 SIZES = [
     "--vocab-size=300", "--seq-len=32", "--d-model=32", "--d-mlp=64", "--batch-size=12", "--dtype=float32",
@@ -135,11 +134,11 @@ def test_the_curve_is_of_twenty_means():
 
 def test_scores_say_how_many_tasks_they_are_of():
     average = {"name": "x", "mean": 0.1, "std": 0.0, "tasks_done": 44, "tasks_total": 46}
-    rules = CoreRules("core-extended", "parcae", "v1", None)
-    run = SimpleNamespace(core={rules: {8: {"aggregate": average}}})
+    record = {"panel": "core-extended", "protocol": "parcae", "baselines": "v1", "max_per_task": 9}
+    run = SimpleNamespace(core={"file": record | {"depths": {"8": {"aggregate": average}}}})
     text = pages.score_table([Arm("looped", runs=[{"core": ledger.scores(run)}]), Arm("not run")])
-    assert "| looped | core-extended | parcae | v1 |" in text[4]
-    assert text[4].endswith("| 8 | x | 44 of the 46 | 0.1000 |")
+    assert "| looped | core-extended | parcae | v1 | 9 | 8 | x |" in text[4]
+    assert text[4].endswith("| 44 of the 46 | 0.1000 |")
 
 
 def test_held_out_runs_are_a_rule():

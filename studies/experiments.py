@@ -41,10 +41,6 @@ EDITED = (
     "# the code that decides numbers differs from the last commit's: the ledger does not count,\n"
     "# all runs are of the edited code"
 )
-HELD_OUT = (
-    "Held out: the ledger's other runs of the same model, rows and recipe with mu_bwd half of "
-    "mu_rec, at 20, 40 or 80 tokens a parameter, seeds 0 to 7."
-)
 
 
 @dataclass
@@ -180,7 +176,7 @@ def keep(training: Training, args) -> None:
 
 
 def held_out(fitted: list[dict], lines: list[dict]) -> list[dict]:
-    """The runs that the laws have to predict, see HELD_OUT."""
+    """The runs that the laws have to predict, see HELD_OUT of studies/laws.py."""
     wanted = family(fitted[-1])
     found = []
     for line in lines:
@@ -305,7 +301,7 @@ def show(args, tables: list[list[Arm]], trainings: list[Training], lines: list[d
     good = [line for line in lines_of_done if not line["diverged_at"]]
     if good and experiment.fits:
         unseen = held_out(good, lines)
-        write_fit(rows_of(good), rows_of(unseen), args.out, HELD_OUT)
+        write_fit(rows_of(good), rows_of(unseen), args.out)
 
 
 def main(argv=None):

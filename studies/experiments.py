@@ -6,45 +6,40 @@ and writes a page.
     python -m studies.experiments gains --only "20 tokens" --seeds 0,1,2,3
     python -m studies.experiments baseline --scale 140m --data DATA --ranks 8 --core # GPUs
     python -m studies.experiments stability -- --batch-size 32 # after --: for every train.py
-    python -m studies.experiments gains --dry-run # what is left to do, and its hours
-    python -m studies.experiments rdm --page # only writes the page, from the ledger
+    python -m studies.experiments gains --dry-run # what is left to do
+    python -m studies.experiments rdm --page --data 62895bb6fe # only writes the page
 
-Runs are kept in runs/studies/: a begun one continues; one in results/ledger/ (same flags, seed
-and data) is not repeated. Written: results/NAME-SCALE.md (for the default rows NAME-SCALE-stdlib.md)
-and its figures. New runs with flags after --, for a page of one's own (--out) or of edited code
-have their ledger beside that page. A run that diverges is a result.
+Written: results/NAME-SCALE.md (for the default rows NAME-SCALE-stdlib.md) and its figures. A run in
+results/ledger/ (same flags, seed and rows) is not repeated. The ledger stands for the committed
+code: where the code that decides numbers is edited, all runs are the edited code's own, and the
+page goes to runs/studies/. Run directories are kept by code, flags and rows beside those of
+tools.ablate. A run that diverges is a result.
 """
 
-import os
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
-import zlib
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-import torch
-
 import train
 from dataloader import PackedData
 from looped.common import Parser, fail, ints, positive_int
-from looped.machine import ONE_PROCESS, ROOT, code_hash
-from model import PRESETS, config_of, parameter_count
+from looped.machine import ROOT, code_hash
+from model import PRESETS, config_of
 from studies import ledger
 from studies.comparisons import EXPERIMENTS, SMALL, UP_TO_80, Arm, tables_of
 from studies.laws import rows_of, write_fit
 from studies.pages import write_page
 from tools import runner
+from tools.ablate import copy_commit
 
-RUNS = Path("runs/studies")
 CORE_SPEED = 1e11  # training FLOPs a second of one core, as in most runs of the ledger
-CARD_SPEED = 4e14  # of an H100, at 40 % of its peak
-HELD_OUT = (
-    "Held out: the ledger's other runs of the same model, rows and recipe with mu_bwd half of "
-    "mu_rec, at 20, 40 or 80 tokens a parameter, seeds 0 to 7."
+EDITED = (
+    "# the code that decides numbers differs from the last commit's: the ledger does not count,\n"
+    "# all runs are of the edited code"
 )
 
 
@@ -113,23 +108,11 @@ def arm_flags(arm: Arm, args) -> list[str]:
     return flags + args.extra
 
 
-def name_lengths(arms: list[Arm], args) -> None:
-    """With flags after -- the names say how many tokens a parameter the runs have."""
-    for arm in arms:
-        looped = Arm(tokens=arm.tokens, flops=arm.flops)
-        given, cfg, _ = settled(arm_flags(looped, args))
-        ratio = float(f"{given.tokens / parameter_count(cfg):.2g}")
-        for place in ("row", "col"):
-            name = re.sub(r"\d+ tokens/", f"{ratio:g} tokens/", getattr(arm, place))
-            setattr(arm, place, name)
-
-
 def training_of(arm: Arm, seed: int, args) -> Training:
-    flags = [*arm_flags(arm, args), "--seed", str(seed)]
+    flags = arm_flags(arm, args)
+    folder = Path(f"{runner.folder_of(args.code, flags, args.rows)}-s{seed}")
+    flags += ["--seed", str(seed)]
     given, cfg, steps = settled(flags)
-    label = re.sub(r"[^\w.]+", "-", arm.name()).strip("-")
-    told = " ".join([*flags, args.code])
-    folder = RUNS / args.out.name / f"{label}-{zlib.crc32(told.encode()):08x}-s{seed}"
     training = Training(f"{arm.name()}, seed {seed}", flags, folder, arm=arm.name())
     training.settings = ledger.settings_of(vars(given), vars(cfg), steps)
     training.flops = steps * given.batch_size * cfg.seq_len * cfg.flops_per_token()
@@ -150,59 +133,13 @@ def trainings_of(args, arms: list[Arm]) -> list[Training]:
     return sorted(found.values(), key=lambda x: (x.flops, x.settings["seed"]))
 
 
-# -- running
-
-
-def add_to_ledger(training: Training, args) -> None:
-    line = ledger.record(training.folder)
-    ledger.append(line, args.ledger / f"{line['data'][:10]}.jsonl")
-
-
-def train_all(trainings: list[Training], args) -> None:
-    """Trains side by side; what is finished goes to the ledger at once."""
-
-    def ended(training: Training, failed: bool) -> None:
-        if not failed:
-            add_to_ledger(training, args)
-
-    runner.run_all(trainings, args.jobs, args.ranks, ended)
-
-
-def evaluate_core(trainings: list[Training], args) -> None:
-    """core_eval.py on finished runs that are here; adds their lines again, with scores."""
-    launcher = [sys.executable]
-    if args.ranks > 1:
-        launcher += [*runner.TORCHRUN.split(), f"--nproc_per_node={args.ranks}"]
-    for training in trainings:
-        line = ledger.record(training.folder)
-        if not line or line["diverged_at"]:
-            continue
-        command = [*launcher, ROOT / "core_eval.py", training.folder, *args.core.split()]
-        if subprocess.run(command).returncode:
-            fail(f"core_eval.py failed on {training.folder}, see above")
-        add_to_ledger(training, args)
-
-
 # -- the ledger
 
 
-def edited_code() -> str:
-    """The hash of the code that decides numbers, where it is not the last commit's."""
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True)
-    if archive.returncode:  # no checkout
-        return ""
-    with tempfile.TemporaryDirectory() as head:
-        subprocess.run(["tar", "-x", "-C", head], input=archive.stdout, check=True)
-        committed = code_hash(Path(head))
-    here = code_hash(ROOT)
-    return here if here != committed else ""
-
-
-def known_lines(args) -> list[dict]:
-    """The tracked ledger's, which stand for the committed code, and those beside the page."""
-    folders = [args.ledger] if args.code else dict.fromkeys([ledger.LEDGER, args.ledger])
-    files = [file for folder in folders for file in sorted(folder.glob("*.jsonl"))]
-    return ledger.read_ledger(files)
+def is_edited() -> bool:
+    """Whether the code that decides numbers is not the last commit's."""
+    with tempfile.TemporaryDirectory() as folder:
+        return code_hash(copy_commit("HEAD", Path(folder, "head"))) != code_hash(ROOT)
 
 
 def without_length(settings: dict) -> frozenset:
@@ -210,34 +147,36 @@ def without_length(settings: dict) -> frozenset:
 
 
 def look_up(trainings: list[Training], lines: list[dict], rows: str) -> list[Training]:
-    """Gives each training its line of the ledger; -> those without one."""
+    """Gives each training its line, of the ledger or of its own folder; -> those without one."""
     by_settings = {}
     for line in lines:
         by_settings.setdefault(without_length(line["settings"]), []).append(line)
     for training in trainings:
         same = by_settings.get(without_length(training.settings), [])
         fitting = [line for line in same if training.accepts(line, rows)]
-        training.line = (fitting or [None])[0]  # of runs in both dtypes the first recorded
-    used = {training.line["data"][:10] for training in trainings if training.line}
-    if len(used) > 1:
-        fail(f"the ledger has such runs on rows {' and '.join(sorted(used))}; give one as --data")
+        # of runs in both dtypes the first recorded
+        training.line = fitting[0] if fitting else ledger.record(training.folder)
     return [training for training in trainings if not training.line]
 
 
-def rows_hash(args, flags: list[str]) -> str:
-    """The hash of --data, or of train.py's default rows, made if they are not there; where nothing is
-    trained --data may also be the hash, or its beginning.
-    """
-    folder = args.data
-    if not args.data and not args.page and not args.dry_run:
-        folder = train.default_rows(settled(flags)[1], ONE_PROCESS)
-    if folder and Path(folder, "manifest.json").is_file():
-        return PackedData(Path(folder)).sha256
-    return args.data or ""
+def rows_hash(args) -> str:
+    """The hash of the packed rows; --data may also be the hash, or its beginning, for a page."""
+    if args.data and not Path(args.data).is_dir():
+        return args.data
+    if args.data:
+        return PackedData(Path(args.data)).sha256
+    return runner.rows_of([*preset("parcae", args.scale), *args.extra])
+
+
+def keep(training: Training, args) -> None:
+    """Reads a run. Those of committed code, without flags of one's own, go to the ledger."""
+    training.line = ledger.record(training.folder)
+    if not args.edited and not args.extra:
+        ledger.append(training.line)
 
 
 def held_out(fitted: list[dict], lines: list[dict]) -> list[dict]:
-    """The runs that the laws have to predict, see HELD_OUT."""
+    """The runs that the laws have to predict, see HELD_OUT of studies/laws.py."""
     wanted = family(fitted[-1])
     found = []
     for line in lines:
@@ -265,42 +204,15 @@ def parse_args(argv):
     parser = Parser(description=__doc__, prog="python -m studies.experiments")
     add = parser.add_argument
     add("name", choices=EXPERIMENTS, help="the comparison")
-    add("--scale", default="nano", help="size of the presets (default: %(default)s)")
+    add("--scale", default=SMALL, help="size of the presets (default: %(default)s)")
     add("--seeds", type=ints, help="between commas (default: the comparison's own at nano, else 0)")
-    add(
-        "--data",
-        help="packed rows, or for --page the beginning of their hash (default at nano: "
-        "Python's own library)",
-    )
-    add(
-        "--only",
-        default="",
-        help="arms whose name has one of these texts, between semicolons (default: all)",
-    )
-    jobs = 1 if torch.cuda.is_available() else os.cpu_count() or 1
-    add(
-        "--jobs",
-        type=positive_int,
-        default=jobs,
-        help="trainings side by side, each with its share of the cores (default: %(default)s)",
-    )
-    add(
-        "--ranks",
-        type=positive_int,
-        default=1,
-        help="processes of a training, one a GPU (default: %(default)s)",
-    )
-    add(
-        "--core",
-        nargs="?",
-        const="--panel core-extended",
-        help="also run core_eval.py, with these flags (default: --panel core-extended)",
-    )
-    add(
-        "--out",
-        type=Path,
-        help="the page, without suffix (default: results/NAME-SCALE, and -stdlib without --data)",
-    )
+    add("--data", help="packed rows (default at nano: Python's own library); for --page their hash")
+    add("--only", default="", help="arms whose name has one of these texts, between semicolons")
+    jobs = runner.default_side_by_side()
+    add("--jobs", type=positive_int, default=jobs, help="trainings side by side")
+    add("--ranks", type=positive_int, default=1, help="processes of a training, one a GPU")
+    add("--core", nargs="?", const="--panel core-extended", help="also core_eval.py, these flags")
+    add("--out", type=Path, help="the page, without suffix")
     add("--page", action="store_true", help="train nothing, write the page")
     add("--dry-run", action="store_true", help="say what is left to do, and stop")
     args = parser.parse_args(argv[:cut])
@@ -317,22 +229,18 @@ def settle(args) -> None:
     if args.scale not in experiment.scales:
         names = ", ".join(experiment.scales)
         fail(f"--scale {args.scale} is not a size of {args.name}; choose from {names}")
-    if not (small or args.data or args.page or args.dry_run):
+    if not small and not args.data:
         fail(f"--scale {args.scale} needs --data, e.g. data/fineweb-edu-v32768/rows-2048-crop")
     args.seeds = args.seeds or range(experiment.seeds if small else 1)
-    args.code = edited_code()
-    own = args.out or args.extra or args.code
-    rows = "-stdlib" if small and not args.data else ""
+    args.code = code_hash(ROOT)
+    args.edited = is_edited()
     folder = Path("results")
-    if args.code:
-        folder = RUNS
-        print("# the code that decides numbers differs from the last commit's: the ledger's runs")
-        print("# do not count, and new ones stand beside the page", flush=True)
+    if args.edited:
+        folder = Path("runs/studies")
+        print(EDITED, flush=True)
+    rows = "" if args.data else "-stdlib"
     args.out = args.out or folder / f"{args.name}-{args.scale}{rows}"
-    args.ledger = ledger.LEDGER
-    if own:
-        edited = f"-{args.code[:8]}" if args.code else ""
-        args.ledger = Path(f"{args.out}-ledger{edited}")
+    args.rows = rows_hash(args)
 
 
 def chosen(args, tables: list[list[Arm]]) -> list[Arm]:
@@ -346,15 +254,38 @@ def chosen(args, tables: list[list[Arm]]) -> list[Arm]:
     return found
 
 
-def list_trainings(trainings: list[Training], small: bool) -> None:
+def list_trainings(trainings: list[Training]) -> None:
     """What a dry run says."""
-    speed = CORE_SPEED if small else CARD_SPEED
-    unit = "core-hours" if small else "hours of one H100"
     for training in trainings:
-        print(f"{training.name}: {training.flops / speed / 3600:.2g} {unit}")
+        print(f"{training.name}: {training.flops:.2g} FLOPs")
         print(f"    {shlex.join(['python', 'train.py', *training.flags])}")
     total = sum(training.flops for training in trainings)
-    print(f"# in all {total / speed / 3600:.3g} {unit}, {total:.3g} FLOPs")
+    print(f"# in all {total:.3g} FLOPs, {total / CORE_SPEED / 3600:.3g} hours of a CPU's core")
+
+
+def train_all(trainings: list[Training], args) -> None:
+    """Trains side by side; what is finished goes to the ledger at once."""
+
+    def ended(training: Training, failed: bool) -> None:
+        if not failed:
+            keep(training, args)
+
+    runner.run_all(trainings, args.jobs, args.ranks, ended)
+
+
+def evaluate_core(trainings: list[Training], args) -> None:
+    """core_eval.py on finished runs that are here; keeps them again, with scores."""
+    launcher = [sys.executable]
+    if args.ranks > 1:
+        launcher += [*runner.TORCHRUN.split(), f"--nproc_per_node={args.ranks}"]
+    for training in trainings:
+        line = ledger.record(training.folder)
+        if not line or line["diverged_at"]:
+            continue
+        command = [*launcher, ROOT / "core_eval.py", training.folder, *args.core.split()]
+        if subprocess.run(command).returncode:
+            fail(f"core_eval.py failed on {training.folder}, see above")
+        keep(training, args)
 
 
 def show(args, tables: list[list[Arm]], trainings: list[Training], lines: list[dict]) -> None:
@@ -370,32 +301,25 @@ def show(args, tables: list[list[Arm]], trainings: list[Training], lines: list[d
     good = [line for line in lines_of_done if not line["diverged_at"]]
     if good and experiment.fits:
         unseen = held_out(good, lines)
-        write_fit(rows_of(good), rows_of(unseen), args.out, HELD_OUT)
+        write_fit(rows_of(good), rows_of(unseen), args.out)
 
 
 def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
     settle(args)
     tables = tables_of(args.name, args.scale)
-    arms = chosen(args, tables)
-    if args.extra:
-        name_lengths(arms, args)
-    trainings = trainings_of(args, arms)
-    rows = rows_hash(args, trainings[0].flags)
-    todo = look_up(trainings, known_lines(args), rows)
+    trainings = trainings_of(args, chosen(args, tables))
+    lines = [] if args.edited else ledger.read_ledger()
+    todo = look_up(trainings, lines, args.rows)
     print(f"# {len(todo)} of {len(trainings)} trainings are left to do", flush=True)
     if args.dry_run:
-        list_trainings(todo, args.scale == SMALL)
+        list_trainings(todo)
         return
-    if todo and not args.page:
+    if not args.page:
         train_all(todo, args)
     if args.core:
         evaluate_core(trainings, args)
-    lines = known_lines(args)
-    failed = look_up(trainings, lines, rows)
     show(args, tables, trainings, lines)
-    if failed and not args.page:
-        fail(f"{len(failed)} trainings failed; {failed[0].folder}/screen.txt says why")
 
 
 if __name__ == "__main__":

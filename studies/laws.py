@@ -26,7 +26,7 @@ from scipy.optimize import least_squares
 from scipy.special import huber
 
 from model import Model, config_of
-from tools.figures import Plot, figure, fmt, frame_table, table
+from tools.figures import Plot, figure, fmt, frame_table, save_page, table
 
 ROW = ["run", "mu_rec", "tokens", "flops", "n_once", "n_rec", "depth", "loss"]
 DELTA = 1e-3  # of the Huber loss on log loss
@@ -34,6 +34,11 @@ RESTARTS = 1000  # random starts of a law's fit; the paper: 500, and 1,000 for t
 KEPT = 20  # of them, descended to the end
 RESAMPLES = 400  # of the bootstraps; the fit itself comes first in their arrays
 EXACT = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-15, "max_nfev": 2000}  # where a fit ends
+TOO_FEW = "No law is fitted: that takes ten runs, three N and three D, and two budgets."
+HELD_OUT = (
+    "Held out: the ledger's other runs of the same model, rows and recipe with mu_bwd half of "
+    "mu_rec, at 20, 40 or 80 tokens a parameter, seeds 0 to 7."
+)
 ZERO = 1e-22  # the fits work on logs: a term that is left out has this size
 
 # Bounds, and range of the starts. E is relative to the lowest loss; A and B are the size of their
@@ -143,12 +148,6 @@ def loss_from_best(logs, rows):
     return rows.best + law_loss(only_loops, rows)
 
 
-def low_fit_high(values):
-    """The fit, which is values[0], between the 95 % interval of its bootstraps, values[1:]."""
-    low, high = np.percentile(values[1:], [2.5, 97.5], axis=0)
-    return low, values[0], high
-
-
 class Problem:
     """A law to fit to rows of data: its box, and descents from given starts."""
 
@@ -191,7 +190,7 @@ class Problem:
         found = [self.descend(result.x, **EXACT) for result in rough[:KEPT]]
         return min(found, key=attrgetter("cost"))
 
-    def at_bound(self, *solutions) -> list[str]:
+    def at_bound(self, solutions) -> list[str]:
         """The parameters that stand at a bound in one of the solutions."""
         room = np.minimum(solutions - self.low, self.high - solutions).min(0)
         return [key for key, distance in zip(self.free, room) if distance < 1e-6]
@@ -200,8 +199,8 @@ class Problem:
 def fit_law(rows, rng, name: str) -> dict:
     """Fits a law of LAWS, with a bootstrap over whole runs.
 
-    -> free: the parameters it fits; bounded: those of them and of their intervals' ends that the
-    bounds decide, in words; logs (1 + RESAMPLES, parameters), the fit and then the bootstraps.
+    -> free: the parameters it fits; bounded: those of them whose value or interval the bounds
+    decide; logs (1 + RESAMPLES, parameters), the fit and then the bootstraps.
     """
     problem = Problem(rows, name)
     best = problem.solve(rng).x
@@ -211,9 +210,8 @@ def fit_law(rows, rng, name: str) -> dict:
         drawn = rng.integers(len(runs), size=len(runs))
         sample = np.concatenate([runs[i] for i in drawn])
         found.append(problem.descend(best, sample, max_nfev=EXACT["max_nfev"]).x)
-    bounded = [f"{key} at a bound" for key in problem.at_bound(best)]
     ends = np.quantile(found[1:], [0.025, 0.975], axis=0)
-    bounded += [f"interval of {key} ends at a bound" for key in problem.at_bound(*ends)]
+    bounded = problem.at_bound([best, *ends])
     logs = np.array([problem.logs(q) for q in found])
     return {"free": problem.free, "bounded": bounded, "logs": logs}
 
@@ -238,30 +236,31 @@ def prediction_errors(logs, rows) -> dict[str, float]:
     return errors
 
 
-def fit_laws(rows, held_out, rng) -> tuple[dict, dict, list[str]]:
-    """-> the fits by law, their errors by law and runs, and which laws are left out and why."""
+def can_be_fitted(rows) -> bool:
+    """Whether the runs differ enough for a law: in N, in D, and in their number."""
+    have = rows[["run", "n_eff", "tokens", "budget"]].nunique()
+    return bool((have >= [len(BOX) + 1, 3, 3, 2]).all())
+
+
+def fit_laws(rows, held_out, rng) -> tuple[dict, dict]:
+    """-> the fits by law, and their errors by law and runs."""
     looped = rows[rows.mu_rec > 1]
     fits = {}
     errors = {}
-    left = []
     for name, fixed in LAWS.items():
         data = with_curves(rows)
         unseen = held_out
         if name.startswith("train"):
             data = at_mu_rec(looped if "phi" in fixed else rows)
             unseen = at_mu_rec(held_out)
-        have = data[["run", "n_eff", "tokens", "budget"]].nunique().tolist()
-        need = [len(BOX) - len(fixed) + 1, 3, 3, 2]
-        if any(np.less(have, need)):
-            said = f"different runs, N, D, budgets: {have}; it needs {need}"
-            left.append(f"- left out: {name}: {said}")
+        if not can_be_fitted(data):
             continue
         fits[name] = fit_law(data, rng, name)
         logs = fits[name]["logs"][0]
         errors[f"{name}, fitted runs"] = prediction_errors(logs, data)
         if len(unseen):
             errors[f"{name}, held-out runs"] = prediction_errors(logs, unseen)
-    return fits, errors, left
+    return fits, errors
 
 
 def with_curves(rows) -> pd.DataFrame:
@@ -311,8 +310,7 @@ def lowest_point(grid, noise, rng) -> dict:
     """
     x = grid.x.to_numpy()
     smooth = grid.smooth.to_numpy()
-    low = x[0]
-    high = x[-1]
+    low, *_, high = x
     drawn = smooth + rng.choice(noise, (RESAMPLES, len(x)))
     losses = np.vstack([smooth, drawn])
     parabolas = np.polyfit(x, losses.T, 2)  # (3, 1 + RESAMPLES)
@@ -385,25 +383,23 @@ def fit_curves(rows) -> tuple[dict, pd.DataFrame]:
 # -- the page
 
 
-def write_fit(rows, held_out, out: Path, note: str = "") -> None:
-    """Fits what the runs can support, prints it, and writes fit.md and figures into the folder;
-    note: on the held-out runs.
-    """
+def write_fit(rows, held_out, out: Path) -> None:
+    """Fits what the runs can support, and writes fit.md and figures into the folder."""
     rows = prepared(rows)
     held_out = prepared(held_out)
     rng = np.random.default_rng(0)
     out.mkdir(parents=True, exist_ok=True)
     page = [f"# Fits of {rows.run.nunique()} runs", ""]
-    page += [f"[95 % interval], by bootstrap. {note}", ""]
+    page += [f"[95 % interval], by bootstrap. {HELD_OUT}", ""]
     figures = []
     iso = fit_isoflop(at_mu_rec(rows), rng)
     if iso["budgets"]:
         page += isoflop_table(iso) + equal_tokens_table(rows) + power_laws(iso)
         figures += draw_isoflop(iso, at_mu_rec(rows), out / "isoflop.png")
         figures += draw_optima(iso, out / "optima.png")
-    fits, errors, left = fit_laws(rows, held_out, rng)
+    fits, errors = fit_laws(rows, held_out, rng)
     page += [law_line(name, fitted) for name, fitted in fits.items()]
-    page += [*left, ""]
+    page += [""] if fits else [TOO_FEW, ""]
     if "train" in fits:
         looped = rows[rows.mu_rec > 1]
         figures += draw_law(fits["train"], at_mu_rec(looped), out / "train.png")
@@ -417,15 +413,13 @@ def write_fit(rows, held_out, out: Path, note: str = "") -> None:
         page += frame_table(table.map("{:.3g}".format))
     if "unified depth/mu" in fits:
         figures += draw_unified(fits["unified depth/mu"], held_out, out / "unified.png")
-    print(*page, sep="\n")
-    page += [line for line in figures if line]
-    (out / "fit.md").write_text("\n".join(page), encoding="utf-8")
+    save_page(out / "fit", page + [line for line in figures if line])
 
 
 def span(values) -> str:
-    """The fit, and the 95 % interval of its bootstraps."""
-    low, fit, high = low_fit_high(values)
-    return f"{fit:.4g} [{low:.4g}, {high:.4g}]"
+    """The fit, which comes first, and the 95 % interval of its bootstraps."""
+    low, high = np.percentile(values[1:], [2.5, 97.5])
+    return f"{values[0]:.4g} [{low:.4g}, {high:.4g}]"
 
 
 def isoflop_table(iso: dict) -> list[str]:
@@ -444,11 +438,9 @@ def isoflop_table(iso: dict) -> list[str]:
 
 
 def power_laws(iso: dict) -> list[str]:
-    inside = [found["inside"] for found in iso["budgets"]]
-    of = f"{sum(inside)} of {len(inside)} budgets have their minimum inside the grid"
     lines = []
     for name, (exponents, _) in iso["power_laws"].items():
-        lines.append(f"- best {name} ~ C^{span(exponents)}; {of}")
+        lines.append(f"- best {name} ~ C^{span(exponents)}")
     return lines
 
 
@@ -477,7 +469,9 @@ def equal_tokens_table(rows) -> list[str]:
 def law_line(name: str, fitted: dict) -> str:
     values = dict(zip(BOX, np.exp(fitted["logs"]).T))
     said = [f"{key} {span(values[key])}" for key in fitted["free"]]
-    return f"- {name}: {', '.join(said + fitted['bounded'])}"
+    if fitted["bounded"]:
+        said.append(f"decided by their bounds: {' '.join(fitted['bounded'])}")
+    return f"- {name}: {', '.join(said)}"
 
 
 # -- figures

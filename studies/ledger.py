@@ -3,8 +3,8 @@ The ledger of the studies: one JSON line for every finished or diverged training
 results/ledger/, a file for each set of rows, named by the beginning of their hash.
 
 Pages and figures are made from these lines alone, and a run whose line is there is not repeated,
-so that a study can be continued on another machine from what is committed. Runs of edited code, of
-flags after `--` or for a page of one's own have their ledger beside that page.
+so that a study can be continued on another machine from what is committed. Runs of edited code or
+with flags after `--` are not entered.
 """
 
 import functools
@@ -22,7 +22,7 @@ from looped.common import finite
 from looped.run import MAY_CHANGE, by_depth
 from model import ModelConfig
 from tools import runner
-from tools.report import LoggedRun, read_run
+from tools.report import LoggedRun, core_averages, read_run
 
 LEDGER = Path("results/ledger")
 CURVE_POINTS = 20
@@ -75,7 +75,7 @@ def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
     """
     bad = steps.state_norm > 1e4 * max(steps.state_norm[0], 1.0)
     if stopped:
-        bad.iloc[-runner.BAD_STEPS :] = True
+        bad.iloc[-train.BAD_STEPS :] = True
     else:
         width = max(1, len(steps) // 20)
         medians = steps.loss.rolling(width, min_periods=1).median()
@@ -94,17 +94,14 @@ def training_curve(steps: pd.DataFrame) -> dict[str, list]:
 
 
 def scores(run: LoggedRun) -> list[dict]:
-    """Averages of the run's core_*.json files, one entry a panel, depth and set of tasks."""
+    """Averages of the run's core_*.json files, one entry a file, depth and set of tasks."""
     found = []
-    for rules, depths in run.core.items():
-        for depth, measured in depths.items():
-            for average in (measured["aggregate"], measured.get("core")):
-                if average:
-                    score = rules._asdict() | {"depth": depth}
-                    score["name"] = average["name"]
-                    score["scored"] = "{tasks_done} of the {tasks_total}".format(**average)
-                    score["mean"] = average["mean"]
-                    found.append(score)
+    for record in run.core.values():
+        rules = {name: record[name] for name in ("panel", "protocol", "baselines", "max_per_task")}
+        for average in core_averages(record):
+            scored = "{tasks_done} of the {tasks_total}".format(**average)
+            told = {name: average[name] for name in ("depth", "name", "mean")}
+            found.append(rules | told | {"scored": scored})
     return found
 
 
@@ -154,10 +151,10 @@ def record(path: Path) -> dict | None:
 # -- the files
 
 
-def read_ledger(files) -> list[dict]:
+def read_ledger() -> list[dict]:
     """The lines; of equal runs (settings, rows, dtype) the last in the place of the first."""
     found = {}
-    for file in files:
+    for file in sorted(LEDGER.glob("*.jsonl")):
         for text in file.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             line["loss"] = by_depth(line["loss"])
@@ -166,7 +163,7 @@ def read_ledger(files) -> list[dict]:
     return list(found.values())
 
 
-def append(line: dict, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a", encoding="utf-8") as ledger:
+def append(line: dict) -> None:
+    LEDGER.mkdir(parents=True, exist_ok=True)
+    with open(LEDGER / f"{line['data'][:10]}.jsonl", "a", encoding="utf-8") as ledger:
         ledger.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,19 +92,9 @@ def losses_of(arm: Arm, depths: list) -> pd.DataFrame:
 
 
 def cell(arm: Arm) -> str:
-    """What the seeds of an arm say: those that diverge or are stuck, and the mean loss at mu_rec.
-
-    stuck: a loss of more than 95 % of the entropy of token frequencies, so little else was learned.
-    """
-    said = []
+    """What the seeds of an arm say: the steps at which some diverge, and the mean loss at mu_rec."""
     diverged = [str(line["diverged_at"]) for line in arm.runs if line["diverged_at"]]
-    if diverged:
-        steps = "step" if len(diverged) == 1 else "steps"
-        said.append(f"diverges at {steps} {', '.join(diverged)}")
-    for line in arm.runs:
-        stuck = line["unigram"] and at_mu_rec(line) > 0.95 * line["unigram"]
-        if stuck and not line["diverged_at"]:
-            said.append("stuck")
+    said = [f"diverges at step {', '.join(diverged)}"] if diverged else []
     losses = losses_of(arm, ["mu_rec"])["mu_rec"]
     spread = f" ({losses.std():.4f}; n = {len(losses)})" if len(losses) > 1 else ""
     if len(losses) or not said:
@@ -270,24 +261,17 @@ def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
 def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
     """The figure; panels are split by the arms' rows or columns if the experiment says so."""
     groups = {}  # {title: {label: arm}}
-    names = {}
     for arm in arms:
-        title = ""
-        label = arm.name()
-        if experiment.split == "row":
-            title = arm.row
-            label = arm.col
-        elif experiment.split == "col":
-            title = arm.col
-            label = arm.row
+        places = {"row": (arm.row, arm.col), "col": (arm.col, arm.row), "": ("", arm.name())}
+        title, label = places[experiment.split]
         groups.setdefault(title, {})[label] = arm
-        names[label] = None
+    names = list(dict.fromkeys(chain(*groups.values())))
     plots = []
     for title, members in groups.items():
         shown = [members.get(name, Arm(name)) for name in names]
         for kind in experiment.panels:
             plots.append(plot_of(kind, shown, title, experiment))
-    return figure(path, CURVES, list(names), plots)
+    return figure(path, CURVES, names, plots)
 
 
 # -- the page
@@ -296,22 +280,11 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
 def introduction(title: str, command: str, lines: list[dict]) -> list[str]:
     """What was run, and how to read the tables."""
     ratios = sorted({float(f"{line['tokens_per_param']:.2g}") for line in lines})
-    said = ", ".join(f"{ratio:g}" for ratio in ratios)
-    if len(ratios) > 6:
-        said = f"{ratios[0]:g} to {ratios[-1]:g}"
     seeds = sorted({line["seed"] for line in lines})
-    unigram = fmt(lines[0]["unigram"])
-    return [
-        f"# {title}",
-        "",
-        f"`{command}`",
-        "",
-        f"Training tokens a parameter: {said}. Seeds: {', '.join(map(str, seeds))}.",
-        CELLS,
-        DIVERGED,
-        f"Entropy of the token frequencies: {unigram} nats (stuck: a loss above 95 % of it).",
-        "",
-    ]
+    trained = f"Training tokens a parameter: {', '.join(map('{:g}'.format, ratios))}."
+    trained += f" Seeds: {', '.join(map(str, seeds))}."
+    unigram = f"Entropy of the token frequencies: {fmt(lines[0]['unigram'])} nats."
+    return [f"# {title}", "", f"`{command}`", "", trained, CELLS, DIVERGED, unigram, ""]
 
 
 def write_page(args, experiment, tables: list[list[Arm]]) -> None:

@@ -13,9 +13,7 @@ continues.
 """
 
 import ast
-import hashlib
 import itertools
-import json
 import math
 import re
 import shlex
@@ -28,12 +26,9 @@ from pathlib import Path
 from statistics import fmean, median_high
 
 import numpy as np
-import torch
 
-import train
-from dataloader import PackedData
 from looped.common import Parser, fail, ints, positive_int, write_atomic
-from looped.machine import ONE_PROCESS, ROOT, best_dtype, code_hash, deciding_files
+from looped.machine import ROOT, code_hash, deciding_files
 from tools.figures import (
     Plot,
     depth_plot,
@@ -44,7 +39,7 @@ from tools.figures import (
     table,
 )
 from tools.report import COSTS, LoggedRun, cost_of, read_run
-from tools.runner import Job, default_side_by_side, run_all, say
+from tools.runner import Job, default_side_by_side, folder_of, rows_of, run_all, say
 
 RUNS = Path("runs/ablate")
 COPIED = (":(glob)*.py", "looped/*.py", "tools/*.py")  # for training and for tools.check
@@ -265,18 +260,6 @@ def check(arm: Arm) -> bool:
     return subprocess.run(line, cwd=arm.code).returncode == 0
 
 
-def folder_of(arm: Arm) -> Path:
-    """Where an arm's trainings are kept: by all that decides their numbers, the seed aside."""
-    args = train.parse_args(arm.flags)
-    rows = args.data or train.default_rows(train.model_config(args), ONE_PROCESS)
-    dtype = args.dtype
-    if dtype == "auto":
-        dtype = best_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    told = [code_hash(arm.code), arm.flags, PackedData(rows).sha256, dtype]
-    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
-    return RUNS / "trainings" / digest[:12]
-
-
 # -------------------------------------------------------------------------------------------------
 # Training
 
@@ -286,7 +269,9 @@ def train_arms(pairs: list[Pair], page: Path, args) -> None:
     the page. An arm that fails ends the program.
     """
     arms = {arm.name: arm for pair in pairs for arm in (pair.base, pair.edit)}
-    folders = {name: folder_of(arm) for name, arm in arms.items()}
+    folders = {}
+    for name, arm in arms.items():
+        folders[name] = folder_of(code_hash(arm.code), arm.flags, rows_of(arm.flags))
     jobs = []
     for seed, (name, arm) in itertools.product(args.seeds, arms.items()):
         folder = Path(f"{folders[name]}-s{seed}")

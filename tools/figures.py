@@ -22,24 +22,10 @@ def fmt(value, spec: str = ".4f") -> str:
 
 
 def t_quantile(freedom: int) -> float:
-    """What |t| of Student's law exceeds in 5 % of draws (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    odd = freedom % 2
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2  # of tan = t / sqrt(freedom)
-        term = math.cos(angle) ** odd
-        total = 0.0
-        for i in range(1 + odd, freedom, 2):
-            total += term
-            term *= math.cos(angle) ** 2 * i / (i + 1)
-        inside = math.sin(angle) * total
-        if odd:
-            inside = (angle + inside) * 2 / math.pi
-        if inside < 0.95:
-            low = angle
-        else:
-            high = angle
-    return math.sqrt(freedom) * math.tan(low)
+    """What |t| of Student's law exceeds in 5 % of draws."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.975))
 
 
 def half_width(values) -> float:

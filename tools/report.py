@@ -12,16 +12,14 @@ import json
 import math
 import os
 import textwrap
-from dataclasses import asdict, dataclass, field
-from itertools import chain
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from looped.common import Parser, fail
-from looped.run import MAY_CHANGE, read_log, step_of
+from looped.run import MAY_CHANGE, read_log
 from model import PRESETS, ModelConfig
 from tools.figures import (
     Plot,
@@ -50,25 +48,14 @@ COSTS = {  # {column: format of its numbers}
     "parameters": ",", "FLOPs a token": ",.4g", "tokens trained": ",", "training FLOPs": ".3g",
     "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GiB": ".2f",
 }  # fmt: skip
-SCORES = {"run": "", "loops": "", "score": "", "mean": ".4f", "±": ".4f"}
-NEVER = {"step": 0, "tokens": 0, "eval_tokens": 0, "loss": {}, "bpb": {}}  # no evaluation
+SCORES = {"run": "", "loops": "", "name": "", "mean": ".4f", "std": ".4f"}
+SCORES |= {"checkpoint": "", "seeds": ""}
+NEVER = {"eval_tokens": 0, "loss": {}, "bpb": {}}  # no evaluation
 ONE_SEED = "One seed gives no interval, and chance alone changes losses from seed to seed."
 
 
 # -------------------------------------------------------------------------------------------------
 # Reading a run
-
-
-class CoreRules(NamedTuple):
-    """What a score was measured by; only scores with equal rules compare."""
-
-    panel: str
-    protocol: str
-    baselines: str | None
-    max_per_task: int | None
-    seeds: str = ""
-    bundle: str | None = None  # the beginning of its hash
-    tasks: str | None = None  # one's own, each with the beginning of its hash
 
 
 @dataclass
@@ -78,9 +65,7 @@ class LoggedRun:
     train: list[dict]  # the records of log.jsonl by step
     evals: list[dict]
     starts: list[dict]
-    unigram: float | None = None  # entropy of the token frequencies, nats/token
-    core: dict = field(default_factory=dict)  # {CoreRules: the scores by depth}
-    notes: list[str] = field(default_factory=list)  # what is wrong with the run
+    core: dict[str, dict]  # {name of the file: what core_eval.py wrote}
 
     @property
     def flags(self) -> dict:
@@ -102,63 +87,37 @@ class LoggedRun:
         """The last val loss at mu_rec, nats/token; NaN if there is none."""
         return self.last["loss"].get(self.depth, math.nan)
 
-    def other_code(self) -> list[int]:
-        """The steps after which other code continued the run."""
-        code = self.config["code"]
-        return [start["step"] for start in self.starts if start["code"] != code]
+    @property
+    def unigram(self) -> float | None:
+        """Entropy of the token frequencies, nats/token, if the rows are here."""
+        manifest = Path(self.config["data"]["path"], "manifest.json")
+        return json.loads(manifest.read_text())["unigram_entropy"] if manifest.exists() else None
+
+    def may_be_compared(self) -> bool:
+        """Whether it ended well, and one code made it."""
+        codes = {self.config["code"], *(start["code"] for start in self.starts)}
+        ended = self.last.get("final") and math.isfinite(self.loss)
+        return bool(ended) and len(codes) == 1
 
 
 def read_run(path: Path, name: str = "") -> LoggedRun:
     """All that is known of one run."""
     config = json.loads((path / "config.json").read_text())
-    run = LoggedRun(name, config, *read_log(path))
+    core = {file.stem: json.loads(file.read_text()) for file in sorted(path.glob("core_*_*.json"))}
+    run = LoggedRun(name, config, *read_log(path), core)
     if not run.train:
         fail(f"{path} has made no step; continue it with train.py --resume")
-    run.unigram = unigram_entropy(path, config["data"]["path"])
-    if not run.last.get("final"):
-        step = run.train[-1]["step"]
-        run.notes.append(f"unfinished at step {step}, last evaluated at step {run.last['step']}")
-    lost = [record["step"] for record in run.train if not math.isfinite(record["loss"])]
-    if lost:
-        run.notes.append(f"the loss is not finite at step {lost[0]}")
-    for step in run.other_code():
-        run.notes.append(f"continued by other code after step {step}")
-    for file in sorted(path.glob("core_*_*.json")):
-        add_scores(run, file)
     return run
 
 
-def add_scores(run: LoggedRun, file: Path) -> None:
-    """A core_*_*.json; of a finished run only that of its last checkpoint."""
-    record = json.loads(file.read_text())
-    checkpoint, *_ = record["checkpoint"].split()  # its hash follows
-    step = step_of(Path(checkpoint))
-    if run.last.get("final") and step != run.last["step"]:
-        run.notes.append(f"{file.name} has scores of step {step}, which are left out")
-        return
-    depths = {int(depth): found for depth, found in record["depths"].items()}
-    run.core[rules_of(record, depths)] = depths
-
-
-def rules_of(record: dict, depths: dict) -> CoreRules:
-    """By what a file of scores was measured."""
-    tasks = None
-    if record["panel"] == "own":
-        names = set().union(*(found["tasks"] for found in depths.values()))
-        tasks = ", ".join(sorted(names))
-    told = [record[name] for name in ("panel", "protocol", "baselines", "max_per_task")]
-    seeds = ",".join(map(str, record["seeds"]))
-    bundle = record.get("bundle_sha256")
-    return CoreRules(*told, seeds, bundle[:8] if bundle else None, tasks)
-
-
-def unigram_entropy(path: Path, data: str) -> float | None:
-    """From the rows' manifest; `data` may be relative to the folder the run was started from."""
-    for folder in [Path("."), *path.resolve().parents]:
-        manifest = folder / data / "manifest.json"
-        if manifest.is_file():
-            return json.loads(manifest.read_text())["unigram_entropy"]
-    return None
+def core_averages(record: dict) -> list[dict]:
+    """The averages in a file of core_eval.py, each with its depth."""
+    found = []
+    for depth, scores in record["depths"].items():
+        for average in (scores["aggregate"], scores.get("core")):
+            if average:
+                found.append({"depth": int(depth)} | average)
+    return found
 
 
 # -------------------------------------------------------------------------------------------------
@@ -169,17 +128,16 @@ def settings(run: LoggedRun) -> dict:
     """What has an effect on a run's numbers, its code aside."""
     flags = asdict(ModelConfig()) | run.flags
     told = {name: value for name, value in flags.items() if name not in MAY_CHANGE}
-    return told | {
-        "dtype": run.config["dtype"],
-        "rows": run.config["data"]["sha256"][:8],
-        "torch": run.config["versions"]["torch"],
-        "eval_tokens": run.last["eval_tokens"],
-    }
+    told["dtype"] = run.config["dtype"]
+    told["rows"] = run.config["data"]["sha256"][:8]
+    told["torch"] = run.config["versions"]["torch"]
+    told["eval_tokens"] = run.last["eval_tokens"]
+    return told
 
 
 def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
-    """In words, how a run differs from another, the seed apart: its code first, then its flags.
-    Another preset stands for all that it changes in the network.
+    """In words, how a run's flags differ from another's, the seed apart. Another preset stands for
+    all that it changes in the network.
     """
     ours = settings(run)
     theirs = settings(base)
@@ -187,8 +145,6 @@ def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
     if ours["preset"] != theirs["preset"]:
         expected = theirs | asdict(PRESETS.get(ours["preset"], ModelConfig()))
     found = []
-    if run.config["code"] != base.config["code"]:
-        found.append("other code")
     for name, value in ours.items():
         was = theirs.get(name)
         if value not in (was, expected.get(name)) and name != "seed":
@@ -196,43 +152,25 @@ def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
     return found
 
 
-def arms_of(runs: list[LoggedRun]) -> tuple[dict, list[str]]:
-    """{(name of the code, changes from the first run …): {seed: loss}}, and what was left out."""
-    arms = {}
-    warnings = []
-    codes = {}  # each called by the first run that has it
-    for run in runs:
-        code = codes.setdefault(run.config["code"], f"the code of {run.name}")
-        arm = arms.setdefault((code, *changes(run, runs[0])), {})
-        reason = why_not_compared(run)
-        seed = run.flags["seed"]
-        if seed in arm:
-            reason = "it repeats another"
-        if reason:
-            warnings.append(f"Warning: {run.name} is not compared: {reason}.")
-        else:
-            arm[seed] = run.loss
-    return arms, warnings
-
-
-def why_not_compared(run: LoggedRun) -> str | None:
-    if run.other_code():
-        return "it was continued by other code"
-    if not run.last.get("final"):
-        return "it is unfinished; continue it with --resume"
-    if not math.isfinite(run.loss):
-        return "its last val loss is not finite"
-    return None
-
-
 def compare_arms(runs: list[LoggedRun]) -> list[str]:
     """A sentence on each arm against the first one, and what makes the comparison unfair."""
-    arms, remarks = arms_of(runs)
-    base, *_ = arms.values()
-    for (code, *changed), losses in arms.items():
-        words = ", ".join(changed).replace("other code", code)
+    first = runs[0]
+    codes = {first.config["code"]: []}  # each called by the first run that has it
+    arms = {}  # {changes from the first run: {seed: loss}}
+    remarks = []
+    for run in runs:
+        code = codes.setdefault(run.config["code"], [f"the code of {run.name}"])
+        arm = arms.setdefault((*code, *changes(run, first)), {})
+        if run.may_be_compared():
+            arm[run.flags["seed"]] = run.loss
+        else:
+            why = "it is unfinished, diverged, or was continued by other code"
+            remarks.append(f"Warning: {run.name} is not compared: {why}.")
+    base = arms.pop(())
+    for changed, losses in arms.items():
+        words = ", ".join(changed)
         gaps = [losses[seed] - base[seed] for seed in losses if seed in base]
-        if changed and gaps:
+        if gaps:
             change = f"{plus_minus(gaps, '+.4f')} nats/token, {interval_note(gaps)}"
             remarks.append(f"With {words} the val loss changes by {change}, paired by seed.")
         if len(changed) > 1:
@@ -249,34 +187,16 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
 
 
 def loss_table(runs: list[LoggedRun]) -> list[str]:
-    """The last validation of each run at its own mu_rec."""
+    """The last validation of each run, at its own mu_rec and by depth."""
     rows = []
     for run in runs:
-        row = {
-            "run": f"{run.name} (other code later)" if run.other_code() else run.name,
-            "loops": run.depth,
-            "val loss": run.loss,
-            f"difference from {runs[0].name}": run.loss - runs[0].loss,
-            "lowest": lowest(run),
-            "bits per byte": run.last["bpb"].get(run.depth),
-            "tokens/s": cost_of(run)["tokens/s"],
-        }
+        row = {"run": run.name, "loops": run.depth, "val loss": run.loss}
+        row[f"difference from {runs[0].name}"] = run.loss - runs[0].loss
+        row["bits per byte"] = run.last["bpb"].get(run.depth)
+        for depth, loss in run.last["loss"].items():
+            row[f"depth {depth}"] = loss
         rows.append(row)
-    formats = dict.fromkeys(row, ".4f") | {"run": "", "loops": "", "tokens/s": ",.0f"}
-    return records_table(rows, formats)
-
-
-def lowest(run: LoggedRun) -> float:
-    """Of its val losses at its depth on as many tokens as the last; NaN if there is none."""
-    evals = [entry for entry in run.evals if entry["eval_tokens"] == run.last["eval_tokens"]]
-    losses = [entry["loss"].get(run.depth, math.nan) for entry in evals]
-    return np.fmin.reduce([math.nan, *losses])
-
-
-def depth_table(runs: list[LoggedRun]) -> list[str]:
-    losses = pd.DataFrame([run.last["loss"] for run in runs], dtype=float).sort_index(axis=1)
-    losses.index = pd.Index([run.name for run in runs], name="run")
-    return frame_table(losses.add_prefix("depth ").map(fmt))
+    return frame_table(pd.DataFrame(rows).set_index(["run", "loops"]).map(fmt))
 
 
 def flag_table(runs: list[LoggedRun]) -> list[str]:
@@ -290,15 +210,13 @@ def cost_of(run: LoggedRun) -> dict:
     steps = pd.DataFrame(run.train)
     flops = run.config["flops_per_token"]
     tokens = steps.tokens.max()
-    return {
-        "parameters": run.config["params"],
-        "FLOPs a token": flops,
-        "tokens trained": tokens,
-        "training FLOPs": tokens * flops,
-        "tokens/s": steps.tok_s.median(),
-        "minutes in steps": steps.ms.sum() / 6e4,
-        "peak memory, GiB": steps.mem_gb.max(),
-    }
+    cost = {"parameters": run.config["params"], "FLOPs a token": flops}
+    cost["tokens trained"] = tokens
+    cost["training FLOPs"] = tokens * flops
+    cost["tokens/s"] = steps.tok_s.median()
+    cost["minutes in steps"] = steps.ms.sum() / 6e4
+    cost["peak memory, GiB"] = steps.mem_gb.max()
+    return cost
 
 
 def cost_table(runs: list[LoggedRun]) -> list[str]:
@@ -322,14 +240,13 @@ def difference_plot(runs: list[LoggedRun]) -> Plot:
     for run in runs:
         steps = pd.DataFrame(run.train).set_index("step")
         steps["gap"] = steps.loss - reference
-        both = steps.dropna(subset="gap").reset_index()
-        curves.append(curve(both, "gap"))
+        curves.append(curve(steps.dropna(subset="gap").reset_index(), "gap"))
     return Plot(TOKENS, f"training loss, difference from {base.name}", curves)
 
 
 def training_figure(runs: list[LoggedRun], out: Path) -> list[str]:
-    plots = [difference_plot(runs)] if len(runs) > 1 else []
     curves = [curve(pd.json_normalize(run.evals), f"loss.{run.depth}") for run in runs]
+    plots = [difference_plot(runs)] if len(runs) > 1 else []
     plots.append(Plot(TOKENS, "val loss, nats/token", curves))
     for name, (label, scale) in CURVES.items():
         curves = [curve(pd.DataFrame(run.train), name) for run in runs]
@@ -337,34 +254,28 @@ def training_figure(runs: list[LoggedRun], out: Path) -> list[str]:
     return figure(out / "training.png", "Over training.", [run.name for run in runs], plots)
 
 
-def score_rows(run: LoggedRun, rules: CoreRules) -> list[dict]:
-    """±: over seeds; of one seed, the binomial standard error."""
+def core_section(file: str, runs: list[LoggedRun], out: Path) -> list[str]:
+    """Scores by depth, and at mu_rec the radars of their categories. ±: over seeds; of one seed, the
+    binomial standard error.
+    """
     rows = []
-    for depth, score in run.core[rules].items():
-        for average in filter(None, (score["aggregate"], score.get("core"))):
-            row = {
-                "run": run.name,
-                "loops": depth,
-                "score": average["name"],
-                "mean": average["mean"],
-                "±": average["std"],
-            }
+    fine = []
+    coarse = []
+    for run in runs:
+        record = run.core[file]
+        at_mu_rec = record["depths"].get(str(run.depth), {})
+        fine.append(at_mu_rec.get("categories_fine", {}))
+        coarse.append(at_mu_rec.get("categories_ext", {}))
+        for average in core_averages(record):
+            row = {"run": run.name, "loops": average["depth"]} | average
+            row["checkpoint"] = record["checkpoint"]
+            row["seeds"] = str(record["seeds"])
             rows.append(row)
-    return rows
-
-
-def core_section(rules: CoreRules, runs: list[LoggedRun], out: Path) -> list[str]:
-    """Scores of runs by depth, and at mu_rec the radars of their categories."""
-    rows = list(chain(*(score_rows(run, rules) for run in runs)))
-    known = [f"{name} {rule}" for name, rule in rules._asdict().items() if rule]
-    lines = [f"## {', '.join(known)}", "", *records_table(rows, SCORES)]
-    plots = []
-    at_mu_rec = [run.core[rules].get(run.depth, {}) for run in runs]
-    for kind in ("categories_fine", "categories_ext"):
-        plots.append(radar([score.get(kind, {}) for score in at_mu_rec]))
+    lines = [f"## {file}", "", *records_table(rows, SCORES)]
     names = [*(run.name for run in runs), "chance"]
-    file = out / f"radar_{'_'.join(known).replace(' ', '_')}.png"
-    return lines + figure(file, "Mean centred accuracy by category at mu_rec.", names, plots, True)
+    caption = "Mean centred accuracy by category at mu_rec."
+    plots = [radar(fine), radar(coarse)]
+    return lines + figure(out / f"radar_{file}.png", caption, names, plots, polar=True)
 
 
 def radar(categories: list[dict]) -> Plot:
@@ -381,24 +292,19 @@ def radar(categories: list[dict]) -> Plot:
 def report(runs: list[LoggedRun], out: Path) -> None:
     """The page and its figures; its beginning goes to the screen, too."""
     names = [run.name for run in runs]
-    data = Path(runs[0].config["data"]["path"]).parent.name
     trained = max(run.depth for run in runs)
     plot = depth_plot([run.last["loss"] for run in runs], "val loss, nats/token", trained)
-    caption = f"Val loss by depth on {data}; the grey line is the trained mean depth."
+    caption = "Val loss by depth; the grey line is the trained mean depth."
     lines = [f"# {', '.join(names)}", "", "\n\n".join(compare_arms(runs)), ""]
     lines += figure(out / "depth.png", caption, names, [plot])
     lines += loss_table(runs)
     lines += [f"Unigram baseline: {fmt(runs[0].unigram)} nats/token.", ""]
-    for run in runs:
-        lines += [f"{run.name}: {note}.\n" for note in run.notes]
     print("\n".join(lines))
     lines += training_figure(runs, out)
-    lines += ["## By depth", "", *depth_table(runs)]
     lines += ["## What differs", "", *flag_table(runs)]
     lines += ["## Cost", "", *cost_table(runs)]
-    for rules in dict.fromkeys(chain(*(run.core for run in runs))):
-        scored = [run for run in runs if rules in run.core]
-        lines += core_section(rules, scored, out)
+    for file in sorted(set().union(*(run.core for run in runs))):
+        lines += core_section(file, [run for run in runs if file in run.core], out)
     save_page(out / "report", lines)
 
 

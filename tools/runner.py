@@ -4,6 +4,7 @@ A training that is finished is not started again; one that was interrupted conti
 prints goes to screen.txt in its folder.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -16,10 +17,12 @@ from statistics import fmean
 
 import torch
 
-from looped.machine import ROOT
+import train
+from dataloader import PackedData
+from looped.machine import ONE_PROCESS, ROOT, best_dtype
 from looped.run import is_finished, read_log
-from train import BAD_STEPS
 
+TRAININGS = Path("runs/ablate/trainings")
 TORCHRUN = "-m torch.distributed.run --standalone --local-addr=localhost"
 STATUS_SECONDS = 30
 
@@ -39,9 +42,27 @@ def is_over(folder: Path) -> bool:
     """Whether a training is finished, or was stopped for want of finite losses."""
     if not (folder / "log.jsonl").exists():
         return False
-    last = read_log(folder).train[-BAD_STEPS:]
+    last = read_log(folder).train[-train.BAD_STEPS :]
     skipped = sum(record.get("skipped", 0) for record in last)
-    return is_finished(folder) or skipped == BAD_STEPS
+    return is_finished(folder) or skipped == train.BAD_STEPS
+
+
+def rows_of(flags: list[str]) -> str:
+    """The hash of a training's rows. Train.py's default ones are made if they are not there."""
+    args = train.parse_args(flags)
+    rows = args.data or train.default_rows(train.model_config(args), ONE_PROCESS)
+    return PackedData(rows).sha256
+
+
+def folder_of(code: str, flags: list[str], rows: str) -> Path:
+    """Where trainings are kept: by all that decides their numbers (hashes of the code and of the
+    rows, flags, dtype), the seed aside.
+    """
+    dtype = train.parse_args(flags).dtype
+    if dtype == "auto":
+        dtype = best_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    told = json.dumps([code, flags, rows, dtype])
+    return TRAININGS / hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
 def default_side_by_side() -> int:

@@ -36,15 +36,14 @@ class RandomRows:
     """Random tokens in place of packed rows."""
 
     def __init__(self, cfg):
-        self.row = cfg.seq_len + 1
-        self.vocab_size = cfg.vocab_size
+        self.cfg = cfg
 
     def stream_ids(self, seed, start, count):
         return np.arange(start, start + count)
 
     def get(self, split, ids):
-        shape = len(ids), self.row
-        return np.random.default_rng(ids[0]).integers(0, self.vocab_size, shape)
+        shape = len(ids), self.cfg.seq_len + 1
+        return np.random.default_rng(ids[0]).integers(0, self.cfg.vocab_size, shape)
 
 
 def timed_step(model, optimizer, args, step: int, place: Place) -> float:
@@ -78,15 +77,14 @@ def main(argv=None):
     with profile() as found:
         timed_step(model, optimizer, args, 0, place)
 
-    place.say(f"{args.preset}: {args.batch_size} rows of {cfg.seq_len} tokens a step")
-    kind = "compiled" if compiled else "not compiled"
-    place.say(f"{args.device_batch_size} rows at once, {args.dtype}, {kind}")
+    place.say(f"{args.preset}, {args.dtype}, {'compiled' if compiled else 'not compiled'}")
     place.say(f"{place.world} rank(s) of {torch.get_num_threads()} threads, {machine_name()}")
+    place.say(f"{args.batch_size} × {cfg.seq_len} tokens, {args.device_batch_size} rows at once")
     place.say(f"{mean * 1e3:.1f} ms, {rate:,.0f} tokens/s, {memory:.2f} GiB")
     peak = peak_flops(place.device)
     if peak:
         place.say(f"MFU {rate * cfg.flops_per_token() / peak / place.world:.3f}")
-    order = f"self_{'cuda' if place.is_gpu else 'cpu'}_time_total"
+    order = f"self_{place.device.type}_time_total"
     place.say(found.key_averages().table(order, KERNELS, max_name_column_width=60))
     disconnect(place)
 

@@ -14,7 +14,8 @@ undoes), and its tokenizer may have its specials first.
 import json
 import math
 import re
-from dataclasses import asdict, fields
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -70,29 +71,24 @@ NAMES = {
     "transformer.adapter.": "injection.", "transformer.ln_f.": "norm_f.",
     "transformer.ln_prelude.": "norm_e.", "transformer.": "",
 }
-EXPORTED = {"model_type", "dtype", "residual_dtype"}  # what export writes beside the settings
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # fmt: on
+AUTHORS_DTYPES = {"dtype": "bfloat16", "residual_dtype": "float32"}
 
 
 def reference_config(given: dict) -> ModelConfig:
-    """The reference's config.json -> ours. What would change the function and is not implemented
-    here is refused.
+    """The reference's config.json -> ours. Settings that would change the function and are not
+    implemented here are refused.
     """
     given = {"rope_base": 50_000} | given | (given.get("rope_settings") or {})
     names = LOOPED if "n_layers_in_recurrent_block" in given else FLAT
     settings = {"n_core": 0, "n_coda": 0}
     for key, name in names.items():
-        if given.get(key) is None:
-            fail(f"config.json lacks {key}")
         settings[name] = VALUES.get(given[key], given[key])
     fixed = FIXED | {key: given[like] for key, like in EQUAL.items()}
-    for key, value in given.items():
-        if key in names or key in INERT or not (value or key in fixed):
-            continue
-        if value not in (None, fixed.get(key)):
-            only = f"config.json: {key} {value} is not implemented, only {fixed.get(key)}"
-            fail(f"{only}; take it out if it does not change the function")
+    for key in given.keys() - names.keys() - INERT:
+        value = given[key]
+        if (value or key in fixed) and value not in (None, fixed.get(key)):
+            fail(f"config.json: {key} {value} is not implemented, only {fixed.get(key)}")
     return ModelConfig(**settings)
 
 
@@ -111,15 +107,12 @@ def our_name(name: str, cfg: ModelConfig) -> str:
 
 def from_reference(state: dict, cfg: ModelConfig) -> dict:
     """The reference's weights -> ours, float32."""
-    weights = {our_name(name, cfg): w for name, w in state.items()}
-    head = weights.pop("lm_head.weight", None)
-    weights.pop("freqs_cis", None)
-    ours = checked(weights, cfg)
-    if head is not None and not torch.equal(head.float(), ours["wte.weight"]):
-        fail("lm_head.weight is not the token embedding; only tied heads are implemented")
     K = cfg.d_model // cfg.n_head
     halves = [*range(0, K, 2), *range(1, K, 2)]  # of interleaved pairs
     scale = math.sqrt(EPS / 2**-23) if cfg.qk_norm else 1.0
+    ours = {our_name(name, cfg): w.float() for name, w in state.items()}
+    ours.pop("lm_head.weight", None)  # the token embedding
+    ours.pop("freqs_cis", None)
     for name, w in ours.items():
         if name.endswith((".q.weight", ".k.weight")):
             heads = w.view(cfg.n_head, K, -1)[:, halves]
@@ -127,14 +120,6 @@ def from_reference(state: dict, cfg: ModelConfig) -> dict:
         elif name.endswith(".proj.weight"):
             ours[name] = w / 2
     return ours
-
-
-def checked(weights: dict, cfg: ModelConfig) -> dict:
-    """The same in float32; torch's RuntimeError names what is missing, left over or misshapen."""
-    weights = {name: w.float() for name, w in weights.items()}
-    with torch.device("meta"):
-        Model(cfg).load_state_dict(weights, assign=True)
-    return weights
 
 
 # -------------------------------------------------------------------------------------------------
@@ -150,21 +135,22 @@ def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
     """Hugging Face's tokenizer.json (byte-level BPE) -> ours, and their id for each of ours: our
     specials have the last ids, theirs often the first.
     """
-    model = data["model"]
     split, level = data["pre_tokenizer"].get("pretokenizers") or ({}, {})
     plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     if data["normalizer"] or not plain.items() <= level.items():
         raise ValueError("the tokenizer is not plain byte-level BPE")
     specials = {token["content"]: token["id"] for token in data["added_tokens"]}
-    vocab = {text: i for text, i in model["vocab"].items() if text not in specials}
-    tokens = sorted(vocab, key=vocab.get)
-    made = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    vocab = data["model"]["vocab"]
+    tokens = sorted(vocab.keys() - specials.keys(), key=vocab.get)
     # theirs lists the pairs to merge, ours the tokens in the order in which they arise
-    if [pair.replace(" ", "") for pair in made] != tokens[256:]:
+    merges = data["model"]["merges"]
+    made = ["".join(pair).replace(" ", "") for pair in merges]  # a pair may be a text with a blank
+    if made != tokens[256:]:
         raise ValueError("the tokenizer's merges are not in the order of its ids")
     raw = [token.translate(RAW).encode("latin-1") for token in tokens]
     ours = file_content(raw, split["pattern"]["Regex"])
-    return ours, sorted(vocab.values()) + [specials[name] for name in SPECIALS]
+    order = [vocab[token] for token in tokens]
+    return ours, order + [specials[name] for name in SPECIALS]
 
 
 def read_tokenizer(path: Path) -> tuple[dict, list[int]]:
@@ -179,90 +165,68 @@ def read_tokenizer(path: Path) -> tuple[dict, list[int]]:
 # Folders
 
 
-def own_config(given: dict) -> ModelConfig:
-    """Of config.json that export wrote; a setting that this model does not have is refused."""
-    known = {field.name for field in fields(ModelConfig)}
-    unknown = ", ".join(given.keys() - known - EXPORTED)
-    if unknown:
-        fail(f"config.json: this model.py has no setting {unknown}; import with the code that does")
-    return ModelConfig(**{name: value for name, value in given.items() if name in known})
-
-
-def read_folder(folder: Path) -> tuple[ModelConfig, dict, dict]:
-    """-> (our settings, our weights, {"dtype", "residual_dtype"})."""
-    config = json.loads((folder / "config.json").read_text())
-    file = weight_file(folder)
-    if file.suffix == ".safetensors":
-        state = load_file(file)
-    else:
-        state = torch.load(file, map_location="cpu")
-    if config.get("model_type") == "looped":
-        cfg = own_config(config)
-        return cfg, checked(state, cfg), config
-    cfg = reference_config(config)
-    return cfg, from_reference(state, cfg), {"dtype": "bfloat16", "residual_dtype": "float32"}
-
-
-def weight_file(folder: Path) -> Path:
-    files = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
-    if not files:
-        fail(f"{folder} has no {' or '.join(WEIGHT_FILES)}; name the folder that was downloaded")
-    return files[0]
+def read_weights(folder: Path) -> dict:
+    file = folder / "model.safetensors"
+    if file.exists():
+        return load_file(file)
+    return torch.load(folder / "pytorch_model.bin", map_location="cpu")
 
 
 def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
-    cfg, weights, precision = read_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    weights = read_weights(folder)
+    if config.get("model_type") == "looped":
+        cfg = ModelConfig(**config["model"])
+    else:
+        cfg = reference_config(config)
+        weights = from_reference(weights, cfg)
+        config = AUTHORS_DTYPES
     ours, order = read_tokenizer(tokenizer)
-    if len(order) != cfg.vocab_size:
-        entries = f"{len(order)} entries, the model {cfg.vocab_size}"
-        fail(f"{tokenizer} has {entries}; give its own tokenizer with --tokenizer")
     for name in weights:
         if name.startswith(("wte.", "ve.")):
             weights[name] = weights[name][order]
+    with torch.device("meta"):
+        Model(cfg).load_state_dict(weights, assign=True)  # names what is missing or misshapen
     run.mkdir(parents=True)
     write_json(run / "tokenizer.json", ours)
     checkpoint = {"step": 0, "model": weights}
     write_atomic(run / "step_0000000.pt", lambda out: torch.save(checkpoint, out))
     about = {
-        "args": {"residual_dtype": precision["residual_dtype"]},
+        "args": {"residual_dtype": config["residual_dtype"]},
         "model": asdict(cfg),
         "params": sum(w.numel() for w in weights.values()),
-        "dtype": precision["dtype"],
-        "tokenizer": path_and_hash(run / "tokenizer.json"),
+        "dtype": config["dtype"],
+        "tokenizer": {"path": str(tokenizer), "sha256": file_hash(run / "tokenizer.json")},
         "data": {"path": str(run / "rows"), "sha256": None},  # for rows that are packed there later
-        "imported": path_and_hash(weight_file(folder)),
     }
     write_json(run / "config.json", about)
     print(f"{run}: {about['params']:,} parameters; python core_eval.py {run}")
-
-
-def path_and_hash(path: Path) -> dict:
-    """Where a file is, and what it holds."""
-    return {"path": str(path), "sha256": file_hash(path)}
 
 
 def export_run(run: Path, folder: Path) -> None:
     model, _, config = open_run(run, torch.device("cpu"))
     folder.mkdir(parents=True)
     write_atomic(folder / "model.safetensors", save(model.state_dict(), {"format": "pt"}))
-    about = {"model_type": "looped", "dtype": config["dtype"]}
-    about["residual_dtype"] = config["args"]["residual_dtype"]
-    write_json(folder / "config.json", about | asdict(model.cfg))
-    write_atomic(folder / "tokenizer.json", (run / "tokenizer.json").read_bytes())
+    about = {
+        "model_type": "looped",
+        "dtype": config["dtype"],
+        "residual_dtype": config["args"]["residual_dtype"],
+        "model": asdict(model.cfg),
+    }
+    write_json(folder / "config.json", about)
+    shutil.copy(run / "tokenizer.json", folder)
     print(f"{folder}: model.safetensors, config.json, tokenizer.json")
 
 
 def main(argv=None):
     parser = Parser(description=__doc__, prog="python -m tools.convert")
     add = parser.add_argument
-    add("command", choices=["import", "export"])
+    add("command", choices=["import", "export"], help="what to do")
     add("source", type=Path, help="import: the folder; export: the run directory")
     add("target", type=Path, help="what to make of it, a new directory")
-    add("--tokenizer", type=Path,
-        help="of the import, ours or Hugging Face's (default: the folder's)")  # fmt: skip
+    about = "of the import, ours or Hugging Face's (default: the folder's)"
+    add("--tokenizer", type=Path, help=about)
     args = parser.parse_args(argv)
-    if args.target.exists():
-        fail(f"{args.target} exists; name another")
     if args.command == "export":
         export_run(args.source, args.target)
     else:

@@ -53,15 +53,16 @@ def windows(ids: list[int], bos: int, size: int, bos_first: bool):
 
 def sampling_of(settings: dict) -> Sampling:
     """The harness' generation settings. Without do_sample, a temperature above 0 asks for it."""
-    usual = 1.0 if settings.get("do_sample") else 0.0
-    given = [int(settings[name]) for name in MAX_TOKENS if settings.get(name)]
-    temperature = float(settings.get("temperature", usual))
+    sampled = settings.get("do_sample")
+    temperature = float(settings.get("temperature", 1.0 if sampled else 0.0))
+    if sampled is False:
+        temperature = 0.0
     top_k = int(settings.get("top_k", 0))
     top_p = float(settings.get("top_p", 1.0))
-    how = Sampling(temperature, top_k, top_p, (given or [256])[0])
-    if settings.get("do_sample") is False:
-        how.temperature = 0.0
-    return how
+    tokens = 256
+    for name in MAX_TOKENS:
+        tokens = settings.get(name) or tokens
+    return Sampling(temperature, top_k, top_p, int(tokens))
 
 
 class Looped:
@@ -71,10 +72,10 @@ class Looped:
         self, run="", depth=None, batch=16, seed=1234, add_bos_token=False, device=None, **others
     ):
         super().__init__()
-        for name in others.keys() - HARNESS_ARGS:
-            known = "run, depth, batch, seed, add_bos_token"
-            raise ValueError(f"--model_args {name} is not one of {known}")
-        if device != "cpu" and not torch.cuda.is_available():
+        unknown = others.keys() - HARNESS_ARGS
+        if unknown:
+            raise ValueError(f"unknown --model_args: {', '.join(unknown)}")
+        if not torch.cuda.is_available():
             device = "cpu"  # the harness' own default is "cuda"
         self._device = torch.device(device or "cuda")
         self.model, self.enc, _ = open_run(run, self._device)
@@ -83,8 +84,8 @@ class Looped:
         self.depth = self.model.cfg.mu_rec if depth is None else int(depth)
         self.batch = int(batch)
         self.seed = int(seed)
-        self.stop = special_tokens(self.enc)
-        self.bos = self.stop[0]
+        self.specials = special_tokens(self.enc)
+        self.bos = self.specials[0]
 
     def key(self, context: list[int]) -> int:
         """All continuations of a context begin with the same initial states."""
@@ -106,11 +107,12 @@ class Looped:
         """In batches, the longest pairs first."""
         lengths = [-len(context + rest) for context, rest in pairs]
         longest_first = np.argsort(lengths, kind="stable")
-        found = {}
+        scores = [None] * len(pairs)
         for start in tqdm(range(0, len(pairs), self.batch), disable=disable_tqdm):
-            some = longest_first[start : start + self.batch]
-            found.update(zip(some, self.score([pairs[i] for i in some])))
-        return [found[i] for i in range(len(pairs))]
+            batch = longest_first[start : start + self.batch]
+            for i, score in zip(batch, self.score([pairs[i] for i in batch])):
+                scores[i] = score
+        return scores
 
     @torch.inference_mode()
     def score(self, pairs: list):
@@ -122,9 +124,8 @@ class Looped:
                 raise ValueError(f"a continuation has {n} tokens, the model's context {self.size}")
             rows.append(torch.tensor((context + continuation)[-self.size - 1 :]))
         ids = pad_sequence([row[:-1] for row in rows], batch_first=True)  # (B, T), inert padding
-        keys = [self.key(context) for context, _ in pairs]
-        keys = torch.tensor(keys, device=self._device)
-        hidden = self.model.hidden(ids.to(self._device), self.depth, keys)
+        seeds = torch.tensor([self.key(context) for context, _ in pairs], device=self._device)
+        hidden = self.model.hidden(ids.to(self._device), self.depth, seeds)
         scores = []
         for row, (_, continuation), h in zip(rows, pairs, hidden):
             first = len(row) - len(continuation)
@@ -140,8 +141,7 @@ class Looped:
         for request in requests:
             ids = encode(self.enc, request.args[0])
             pairs = list(windows(ids, self.bos, self.size, self.bos_first))
-            scores = self.score_all(pairs, disable_tqdm=True)
-            totals.append(sum(nats for nats, _ in scores))
+            totals.append(sum(nats for nats, _ in self.score_all(pairs, disable_tqdm=True)))
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
@@ -153,25 +153,25 @@ class Looped:
         how = sampling_of(settings)
         room = self.size - how.tokens
         if room < 1:
-            raise ValueError(
-                f"max_gen_toks={how.tokens} leaves no room for a prompt in the context of "
-                f"{self.size} tokens; lower it with --gen_kwargs"
-            )
+            tokens = f"max_gen_toks={how.tokens}"
+            raise ValueError(f"{tokens} leaves no room for a prompt in {self.size} tokens")
         until = settings.get("until") or []
         if isinstance(until, str):
             until = [until]
         until = [stop for stop in until if stop]
-        ids = self.begin(encode(self.enc, text))[-room:]
-        made = ""
-        tokens = []
-        for drawn, _ in draw(self.model, ids, [self.key(ids)], Depth(self.depth), how, self.stop):
-            tokens += drawn.values()
-            made = self.enc.decode(tokens)
-            if any(stop in made for stop in until):
+        prompt = self.begin(encode(self.enc, text))[-room:]
+        text = ""
+        made = []
+        for (token,), _ in draw(self.model, prompt, [self.key(prompt)], Depth(self.depth), how):
+            if token in self.specials:
+                break
+            made.append(token)
+            text = self.enc.decode(made)
+            if any(stop in text for stop in until):
                 break
         for stop in until:
-            made, *_ = made.split(stop)
-        return made
+            text, *_ = text.split(stop)
+        return text
 
 
 def main():

@@ -18,7 +18,6 @@ answer_t is the model's next-token distribution after loop t (Geiping et al., ar
 it, so samples drawn together are those drawn one by one.
 """
 
-import math
 import sys
 import time
 from collections import Counter
@@ -35,12 +34,6 @@ from looped.randomness import FOR_SAMPLE, hash_key, uniforms
 from looped.tokenizer import BOS, SPECIALS, encode
 
 EXIT_THRESHOLD = 5e-4  # nats: the default threshold of --depth auto
-BOUNDS = {
-    "temperature": (0, math.inf),
-    "top_k": (-1, math.inf),
-    "top_p": (0, 1),
-    "tokens": (1, math.inf),
-}
 
 
 @dataclass
@@ -61,10 +54,10 @@ class Sampling:
     tokens: int = 128  # to add
 
     def __post_init__(self):
-        for name, (least, most) in BOUNDS.items():
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise ValueError(f"{name} {value} must lie between {least} and {most}")
+        if self.temperature < 0 or self.top_k < -1 or not 0 <= self.top_p <= 1:
+            raise ValueError(
+                f"{self}: temperature >= 0, top_k >= -1 and 0 <= top_p <= 1 are needed"
+            )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -168,10 +161,7 @@ def read_token(model, ids, keys, cache: KVCache, depth: Depth):
 
 def logits_of(model, hidden):
     """In float32 at least: in bfloat16 many a token's logit would equal the likeliest's."""
-    logits = model.head(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
-    if not logits.isfinite().all():
-        raise ValueError("the logits are not finite: training diverged, or this is too deep")
-    return logits
+    return model.head(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -197,37 +187,28 @@ def pick(logits, u, how: Sampling):
 
 
 @torch.no_grad()
-def draw(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampling, stop=()):
+def draw(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampling):
     """Continues a prompt in one text for each key; a text's randomness comes from its key.
 
-    Yields ({row: next token} of the rows that go on, the loops that the tokens just read took) until
-    each row has its tokens, has met a token of `stop`, or has filled the context.
+    Yields (each text's next token, the loops that the tokens just read took (B, T)), until there are
+    how.tokens of them or the context is full.
     """
     room = model.cfg.seq_len
     if len(prompt) > room:
         raise ValueError(f"the prompt has {len(prompt)} tokens, {BOS} included; the context {room}")
-    row_keys = torch.tensor(keys, device=model.cos.device)
+    seeds = torch.tensor(keys, device=model.cos.device)
     wanted = len(prompt) + how.tokens
     end = min(wanted, room + 1)  # a last token is never read
     cache = KVCache(model, end - 1, depth.loops)
-    ids = torch.tensor([prompt] * len(keys), device=row_keys.device)
-    going = list(range(len(keys)))
-    for number in range(len(prompt), end):  # of the token to be drawn
-        hidden, taken = read(model, ids, row_keys, cache, depth)
-        u = [uniforms(hash_key(key, 1), np.array([number]))[0] for key in keys]
-        drawn = pick(logits_of(model, hidden[:, -1]), torch.tensor(u), how).tolist()
-        ids = torch.tensor(drawn, device=row_keys.device)[:, None]
-        taken = taken[going]
-        going = [row for row in going if drawn[row] not in stop]
-        yield {row: drawn[row] for row in going}, taken
-        if not going:
-            return
+    ids = torch.tensor([prompt] * len(keys), device=seeds.device)
+    for position in range(len(prompt), end):  # of the token to be drawn
+        hidden, taken = read(model, ids, seeds, cache, depth)
+        u = [uniforms(hash_key(key, 1), np.array([position]))[0] for key in keys]
+        tokens = pick(logits_of(model, hidden[:, -1]), torch.tensor(u), how)
+        yield tokens.tolist(), taken
+        ids = tokens[:, None].to(seeds.device)
     if end < wanted:
         note(f"the context of {room} tokens is full")
-
-
-def prompt_ids(enc, text: str) -> list[int]:
-    return [enc.encode_single_token(BOS), *encode(enc, text)]
 
 
 def special_tokens(enc) -> list[int]:
@@ -237,12 +218,18 @@ def special_tokens(enc) -> list[int]:
 
 def complete(model, enc, text: str, keys: list[int], depth: Depth, how: Sampling):
     """-> (what follows a text, once for each key, as lists of tokens; loops of every token read)."""
+    specials = special_tokens(enc)
+    prompt = [enc.encode_single_token(BOS), *encode(enc, text)]
     made = [[] for _ in keys]
+    going = list(range(len(keys)))  # texts that have not ended
     loops = []
-    for drawn, taken in draw(model, prompt_ids(enc, text), keys, depth, how, special_tokens(enc)):
-        loops += taken.flatten().tolist()
-        for row, token in drawn.items():
-            made[row].append(token)
+    for tokens, taken in draw(model, prompt, keys, depth, how):
+        loops += taken[going].flatten().tolist()
+        going = [i for i in going if tokens[i] not in specials]
+        for i in going:
+            made[i].append(tokens[i])
+        if not going:
+            break
     return made, loops
 
 
@@ -266,7 +253,7 @@ def parse_args(argv):
     parser = Parser(description=__doc__, prog="python -m tools.sample")
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory")
-    add("--prompt", action="append", required=True, help="text to go on from; may be repeated")
+    add("--prompt", required=True, help="text to go on from")
     add("--depth", type=loops_or_auto, help="loops, or auto (default: the run's mu_rec)")
     add("--exit-threshold", type=non_negative_float, default=EXIT_THRESHOLD,
         help="of --depth auto, which takes at most twice mu_rec loops: nats "
@@ -277,9 +264,9 @@ def parse_args(argv):
         help="only the likeliest K tokens; 0 or -1 means all (default: %(default)s)")  # fmt: skip
     add("--top-p", type=float, default=0.95,
         help="only the likeliest of so much probability (default: %(default)s)")  # fmt: skip
-    add("--max-tokens", type=int, default=128, help="tokens to add (default: %(default)s)")
-    add("--num", type=positive_int, default=1, help="samples of each prompt (default: %(default)s)")
-    add("--seed", type=int, default=0, help="(default: %(default)s)")
+    add("--max-tokens", type=positive_int, default=128, help="to add (default: %(default)s)")
+    add("--num", type=positive_int, default=1, help="samples (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the samples (default: %(default)s)")
     add("--device", default="auto", choices=DEVICES,
         help="auto: an NVIDIA GPU or the CPU; mps, an Apple GPU, is untried")  # fmt: skip
     return parser.parse_args(argv)
@@ -293,33 +280,23 @@ def chosen_depth(args, cfg) -> Depth:
     return Depth(args.depth or cfg.mu_rec)
 
 
-def write_texts(model, enc, text: str, keys: list[int], depth: Depth, how: Sampling) -> None:
-    """Prints a prompt and what follows it, once for each key."""
-    start = time.perf_counter()
-    made, loops = complete(model, enc, text, keys, depth, how)
-    seconds = time.perf_counter() - start
-    for number, tokens in enumerate(made, 1):
-        if len(keys) > 1:
-            print(f"--- sample {number}")
-        print(text + enc.decode(tokens), flush=True)
-    count = sum(map(len, made))
-    about = f"{count} tokens, {count / seconds:.0f} tokens/s, the prompt's reading included"
-    print(f"{about}; mean depth {np.mean(loops):.2f}", file=sys.stderr)
-
-
 def main(argv=None):
     args = parse_args(argv)
+    how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens)
     model, enc, _ = open_run(args.run, connect(args.device).device)
     if model.residual_dtype is None:
         model.blocks.to(model.dtype)  # as every use would cast them
-    depth = chosen_depth(args, model.cfg)
-    try:
-        how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens)
-    except ValueError as e:
-        fail(str(e))
     keys = [hash_key(args.seed, FOR_SAMPLE, i) for i in range(args.num)]
-    for text in args.prompt:
-        write_texts(model, enc, text, keys, depth, how)
+    start = time.perf_counter()
+    made, loops = complete(model, enc, args.prompt, keys, chosen_depth(args, model.cfg), how)
+    seconds = time.perf_counter() - start
+    for number, tokens in enumerate(made, 1):
+        if args.num > 1:
+            print(f"--- sample {number}")
+        print(args.prompt + enc.decode(tokens), flush=True)
+    count = sum(map(len, made))
+    about = f"{count} tokens, {count / seconds:.0f} tokens/s, the prompt's reading included"
+    print(f"{about}; mean depth {np.mean(loops):.2f}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from scipy.optimize import least_squares
 from scipy.special import huber
 
 from model import Model, config_of
+from studies.pages import below_opening
 from tools.figures import Plot, figure, fmt, frame_table, save_page, table
 
 ROW = ["run", "mu_rec", "tokens", "flops", "n_once", "n_rec", "depth", "loss"]
@@ -389,8 +390,7 @@ def write_fit(rows, held_out, out: Path) -> None:
     held_out = prepared(held_out)
     rng = np.random.default_rng(0)
     out.mkdir(parents=True, exist_ok=True)
-    page = [f"# Fits of {rows.run.nunique()} runs", ""]
-    page += [f"[95 % interval], by bootstrap. {HELD_OUT}", ""]
+    page = [f"[95 % interval], by bootstrap. {HELD_OUT}", ""]
     figures = []
     iso = fit_isoflop(at_mu_rec(rows), rng)
     if iso["budgets"]:
@@ -413,7 +413,9 @@ def write_fit(rows, held_out, out: Path) -> None:
         page += frame_table(table.map("{:.3g}".format))
     if "unified depth/mu" in fits:
         figures += draw_unified(fits["unified depth/mu"], held_out, out / "unified.png")
-    save_page(out / "fit", page + [line for line in figures if line])
+    pictures = [line for line in figures if line]
+    opening = [f"# Fits of {rows.run.nunique()} runs", "", *pictures[:1], ""]
+    save_page(out / "fit", below_opening(out / "fit", opening, page + pictures[1:]))
 
 
 def span(values) -> str:
@@ -460,8 +462,8 @@ def equal_tokens_table(rows) -> list[str]:
     )
     shown = gains.pivot_table("cell", "mu_rec", "budget", aggfunc="; ".join, sort=False)
     head = (
-        "At equal tokens: nats that loops in training gain over one, at so many tokens; one's loss "
-        "is interpolated in the logarithm of tokens between its runs."
+        "At equal tokens: nats by which more loops in training are better than one, at so many tokens. "
+        "The loss of one loop is interpolated in the logarithm of tokens."
     )
     return [head, "", *frame_table(shown)]
 

@@ -47,6 +47,7 @@ DIVERGED = (
     "its start or more than 0.5 nats above its lowest, or if the state norm became 10,000 times "
     "that of step 1, or 10,000 where that was below 1."
 )
+MARK = "<!-- From here on written by studies.experiments. -->"
 CURVES = (
     "Curves: the first seed's runs; one that was trained with one loop, or has none, is a "
     "horizontal line against depth. Differences: mean over seeds, and its 95 % interval."
@@ -152,14 +153,14 @@ def difference_table(found: list[Difference]) -> list[str]:
     rows = {}
     for d in found:
         values = d.values.dropna(axis="columns")  # depths that all seeds have
-        row = {"arm": d.arm.name(), "less": d.base.name(), "seeds": len(values)}
+        row = {"arm": d.arm.name(), "difference from": d.base.name(), "seeds": len(values)}
         for depth in values:
             row[f"depth {depth}"] = plus_minus(values[depth], "+.4f")
         rows[len(rows)] = row
     if not rows:
         return []
     depths = [f"depth {depth}" for depth in ["mu_rec", *sorted(DEPTHS)]]
-    columns = ["arm", "less", "seeds", *depths]
+    columns = ["arm", "difference from", "seeds", *depths]
     frame = pd.DataFrame(rows, columns).dropna(how="all").T.set_index("arm")
     return ["## Differences of loss by depth, paired by seed", "", *frame_table(frame)]
 
@@ -277,14 +278,23 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
 # -- the page
 
 
-def introduction(title: str, command: str, lines: list[dict]) -> list[str]:
+def introduction(command: str, lines: list[dict]) -> list[str]:
     """What was run, and how to read the tables."""
     ratios = sorted({float(f"{line['tokens_per_param']:.2g}") for line in lines})
     seeds = sorted({line["seed"] for line in lines})
     trained = f"Training tokens a parameter: {', '.join(map('{:g}'.format, ratios))}."
     trained += f" Seeds: {', '.join(map(str, seeds))}."
     unigram = f"Entropy of the token frequencies: {fmt(lines[0]['unigram'])} nats."
-    return [f"# {title}", "", f"`{command}`", "", trained, CELLS, DIVERGED, unigram, ""]
+    return [f"`{command}`", "", trained, CELLS, DIVERGED, unigram, ""]
+
+
+def below_opening(out: Path, opening: list[str], body: list[str]) -> list[str]:
+    """A page's lines. What stands above MARK in a page that is there, its answer, stays."""
+    file = Path(f"{out}.md")
+    if file.exists():
+        above, mark, _ = file.read_text().partition(MARK)
+        opening = above.splitlines() if mark else opening
+    return [*opening, MARK, "", *body]
 
 
 def write_page(args, experiment, tables: list[list[Arm]]) -> None:
@@ -296,11 +306,12 @@ def write_page(args, experiment, tables: list[list[Arm]]) -> None:
         found += differences(part, experiment)
     arms = [arm for arm in shown if arm.runs]
     lines = [line for arm in arms for line in arm.runs]
-    text = introduction(f"{experiment.title}: {args.scale}", args.command, lines)
+    opening = [f"# {experiment.title}: {args.scale}", ""]
+    opening += draw(arms, experiment, Path(f"{args.out}.png"))
+    text = introduction(args.command, lines)
     text += loss_table(shown)
     text += difference_table(found)
-    text += draw(arms, experiment, Path(f"{args.out}.png"))
     text += score_table(arms)
     text += run_table(arms)
     text += [*sorted({origin(line) for line in lines}), ""]
-    save_page(args.out, text)
+    save_page(args.out, below_opening(args.out, opening, text))

@@ -151,7 +151,7 @@ def trained_loops(cfg, share: float = 0.05) -> int:
     """
     n, k = even_draws(cfg.sampling, cfg.mu_rec, cfg.mu_bwd)
     last = (n + k).max()
-    while np.mean((n < last) & (last <= n + k)) < share:
+    while last and np.mean((n < last) & (last <= n + k)) < share:
         last -= 1
     return int(last)
 

@@ -43,16 +43,19 @@ class RandomRows:
 
     def get(self, split, ids):
         shape = len(ids), self.cfg.seq_len + 1
-        return np.random.default_rng(ids[0]).integers(0, self.cfg.vocab_size, shape)
+        generator = np.random.default_rng(ids[0])
+        return generator.integers(0, self.cfg.vocab_size, shape)
 
 
 def timed_step(model, optimizer, args, step: int, place: Place) -> float:
     """Seconds of a training step, without making its batch."""
-    batch = train.next_batch(RandomRows(model.cfg), model.cfg, args, step, place)
+    rows = RandomRows(model.cfg)
+    batch = train.next_batch(rows, model.cfg, args, step, place)
     step_tokens = args.batch_size * model.cfg.seq_len
     start = time.perf_counter()
     means = train.accumulate(model, batch, args.device_batch_size, step_tokens)
-    optimizer.step(Rates(), means)["loss"].item()  # waits for the device
+    found = optimizer.step(Rates(), means)
+    found["loss"].item()  # waits for the device
     return time.perf_counter() - start
 
 
@@ -65,27 +68,34 @@ def main(argv=None):
     if args.dtype == "auto":
         args.dtype = best_dtype(place.device)
     compiled = train.will_compile(args, steps, place)
-    model = train.make_model(cfg, args).to(place.device)
+    model = train.make_model(cfg, args)
+    model.to(place.device)
     optimizer = train.make_optimizer(model, args, place, compiled and place.is_gpu)
     train.warm_up(model, optimizer, args, place, compiled)
 
     timed_step(model, optimizer, args, 0, place)  # the first takes longer
-    seconds = [timed_step(model, optimizer, args, step, place) for step in range(STEPS)]
-    mean = sum(seconds) / STEPS
+    seconds = 0
+    for step in range(STEPS):
+        seconds += timed_step(model, optimizer, args, step, place)
+    mean = seconds / STEPS
     rate = args.batch_size * cfg.seq_len / mean
     memory = peak_memory(place.device)
     with profile() as found:
         timed_step(model, optimizer, args, 0, place)
 
-    place.say(f"{args.preset}, {args.dtype}, {'compiled' if compiled else 'not compiled'}")
-    place.say(f"{place.world} rank(s) of {torch.get_num_threads()} threads, {machine_name()}")
+    how = "compiled" if compiled else "not compiled"
+    threads = torch.get_num_threads()
+    place.say(f"{args.preset}, {args.dtype}, {how}")
+    place.say(f"{place.world} rank(s) of {threads} threads, {machine_name()}")
     place.say(f"{args.batch_size} × {cfg.seq_len} tokens, {args.device_batch_size} rows at once")
     place.say(f"{mean * 1e3:.1f} ms, {rate:,.0f} tokens/s, {memory:.2f} GiB")
     peak = peak_flops(place.device)
     if peak:
-        place.say(f"MFU {rate * cfg.flops_per_token() / peak / place.world:.3f}")
+        flops = rate * cfg.flops_per_token()
+        place.say(f"MFU {flops / peak / place.world:.3f}")
     order = f"self_{place.device.type}_time_total"
-    place.say(found.key_averages().table(order, KERNELS, max_name_column_width=60))
+    kernels = found.key_averages()
+    place.say(kernels.table(order, KERNELS, max_name_column_width=60))
     disconnect(place)
 
 

@@ -33,15 +33,19 @@ def half_width(values) -> float:
     n = len(values)
     if n < 2:
         return math.nan
-    return t_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    deviation = float(np.std(values, ddof=1))
+    return t_quantile(n - 1) * deviation / math.sqrt(n)
 
 
 def plus_minus(values, spec: str = ".4f") -> str:
     """The mean, with half the width of its 95 % t interval where there are several."""
-    mean = fmt(np.mean(values) if len(values) else None, spec)
-    if len(values) < 2:
+    if not len(values):
+        return fmt(None)
+    mean = fmt(np.mean(values), spec)
+    if len(values) == 1:
         return mean
-    return f"{mean} ± {half_width(values):{spec.lstrip('+')}}"
+    half = format(half_width(values), spec.lstrip("+"))
+    return f"{mean} ± {half}"
 
 
 def interval_note(values) -> str:
@@ -49,8 +53,11 @@ def interval_note(values) -> str:
     n = f"n = {len(values)}"
     if len(values) == 1:
         return n
-    inside = ", includes 0" if abs(np.mean(values)) <= half_width(values) else ""
-    return f"{n} (95 % t interval{inside}; standard deviation {np.std(values, ddof=1):.4f})"
+    interval = "95 % t interval"
+    if abs(np.mean(values)) <= half_width(values):
+        interval += ", includes 0"
+    deviation = np.std(values, ddof=1)
+    return f"{n} ({interval}; standard deviation {deviation:.4f})"
 
 
 def table(header: list, rows) -> list[str]:
@@ -81,7 +88,8 @@ def records_table(rows: list[dict], formats: dict[str, str]) -> list[str]:
     """The table of rows {column: value}; formats: {column: format of its values}."""
     cells = []
     for row in rows:
-        cells.append([fmt(row[name], spec) for name, spec in formats.items()])
+        texts = [fmt(row[name], spec) for name, spec in formats.items()]
+        cells.append(texts)
     return table(list(formats), cells)
 
 
@@ -110,8 +118,10 @@ def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False)
         return []
     columns = min(2, len(plots))
     rows = math.ceil(len(plots) / 2)
-    height = rows * (4.6 if polar else 3.3) + 0.25 * len(names) / columns
-    image = Figure((5.6 * columns, height), dpi=130, layout="constrained")
+    of_a_row = 4.6 if polar else 3.3
+    of_the_legend = 0.25 * len(names) / columns
+    size = 5.6 * columns, rows * of_a_row + of_the_legend
+    image = Figure(size, dpi=130, layout="constrained")
     for place, plot in enumerate(plots, 1):
         axes = image.add_subplot(rows, columns, place, polar=polar)
         draw(axes, plot, names)
@@ -148,11 +158,13 @@ def depth_plot(losses: list[dict[int, float]], ylabel: str, trained: int = 0) ->
     curves = []
     for loss in losses:
         if 0 in loss:
-            loss = dict.fromkeys([depths[0], depths[-1]], loss[0])
+            ends = depths[0], depths[-1]
+            loss = dict.fromkeys(ends, loss[0])
         known = sorted(loss)
         values = [loss[depth] for depth in known]
         curves.append((np.log2(known), np.array(values, float)))
-    first, last = np.log2([depths[0], depths[-1]]).astype(int)
+    first = int(np.log2(depths[0]))
+    last = int(np.log2(depths[-1]))
     powers = np.arange(first, last + 1)
     ticks = {"xticks": powers, "xticklabels": 2**powers}
     mark = np.log2(trained) if trained else None

@@ -47,7 +47,8 @@ def bytes_a_row(cfg: ModelConfig) -> float:
     its logits.
     """
     _, with_gradient = deepest(cfg, 1)
-    layers = cfg.n_prelude + cfg.n_coda + cfg.n_core * int(with_gradient[0])
+    loops = int(with_gradient[0])
+    layers = cfg.n_prelude + cfg.n_coda + cfg.n_core * loops
     of_a_layer = 7 * cfg.d_model + cfg.block_matmul() / cfg.d_model
     return 2 * cfg.seq_len * (layers * of_a_layer + cfg.vocab_size)
 
@@ -58,16 +59,18 @@ def plan(preset: str, card: str, gpus: int) -> dict:
     recipe = recipe_of(preset)
     at_rest = bytes_at_rest(cfg, gpus) / GIB
     each = bytes_a_row(cfg) / GIB
+    room = ROOM * MEMORY[card]
     at_once = min(DEVICE_BATCH, recipe.batch_size // gpus)
-    while at_once and at_rest + at_once * each > ROOM * MEMORY[card]:
+    while at_once and at_rest + at_once * each > room:
         at_once //= 2
+    speed = SHARE * peak_of(card) * gpus / cfg.flops_per_token()
     row = {"preset": preset}
     row["tokens"] = f"{recipe.tokens / 1e9:g}B"
     row["batch"] = f"{recipe.batch_size} × {cfg.seq_len:,}"
     row["at once"] = at_once
     row["GiB"] = at_rest + max(1, at_once) * each
-    row["tokens/s"] = SHARE * peak_of(card) * gpus / cfg.flops_per_token()
-    row["hours"] = recipe.tokens / row["tokens/s"] / 3600
+    row["tokens/s"] = speed
+    row["hours"] = recipe.tokens / speed / 3600
     return row
 
 
@@ -77,15 +80,17 @@ def main(argv=None):
     add = parser.add_argument
     add("--preset", nargs="+", choices=PRESETS, default=large, metavar="NAME",
         help="(default: the large ones)")  # fmt: skip
+    cards = ", ".join(MEMORY)
     add("--card", nargs="+", choices=MEMORY, type=str.upper, default=["H100"], metavar="NAME",
-        help=f"{', '.join(MEMORY)} (default: H100)")  # fmt: skip
+        help=f"{cards} (default: H100)")  # fmt: skip
     add("--gpus", type=int, choices=(1, 2, 4, 8), default=1, help="cards of one machine")
     args = parser.parse_args(argv)
     for card in args.card:
         print(f"Estimated for {args.gpus} × {card}, {MEMORY[card]} GiB each, at {SHARE:.0%} of the")
         print(f"peak of {peak_of(card) / 1e12:,.0f} TFLOP/s. Nothing here is measured.\n")
         rows = [plan(preset, card, args.gpus) for preset in args.preset]
-        print("\n".join(records_table(rows, COLUMNS)))
+        lines = records_table(rows, COLUMNS)
+        print("\n".join(lines))
     print("batch: sequences × tokens of an optimiser step. at once: sequences in a card's memory")
     print("during a forward and backward pass, 0 if none fits. GiB: the peak on each card.")
 

@@ -60,9 +60,11 @@ def folder_of(code: str, flags: list[str], rows: str) -> Path:
     """
     dtype = train.parse_args(flags).dtype
     if dtype == "auto":
-        dtype = best_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = best_dtype(torch.device(device))
     told = json.dumps([code, flags, rows, dtype])
-    return TRAININGS / hashlib.sha256(told.encode()).hexdigest()[:12]
+    digest = hashlib.sha256(told.encode()).hexdigest()
+    return TRAININGS / digest[:12]
 
 
 def default_side_by_side() -> int:
@@ -80,11 +82,13 @@ def launch(job: Job, slot: int, side_by_side: int, ranks: int) -> subprocess.Pop
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     cards = torch.cuda.device_count()
     if cards:
-        own = [str(i % cards) for i in range(slot * ranks, (slot + 1) * ranks)]
+        first = slot * ranks
+        own = [str(i % cards) for i in range(first, first + ranks)]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-    launcher = [*TORCHRUN.split(), f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    line = [sys.executable, *launcher, job.code / "train.py", *job.flags]
-    line += ["--out", job.folder, "--resume"]
+    line = [sys.executable]
+    if ranks > 1:
+        line += [*TORCHRUN.split(), f"--nproc_per_node={ranks}"]
+    line += [job.code / "train.py", *job.flags, "--out", job.folder, "--resume"]
     job.folder.mkdir(parents=True, exist_ok=True)
     with open(job.folder / "screen.txt", "a") as out:
         # a session of its own: Ctrl-C reaches this process alone, which passes it on
@@ -118,10 +122,12 @@ def run_all(jobs: list[Job], side_by_side: int, ranks: int, ended) -> None:
                 failed = not is_over(job.folder)
                 if failed:
                     waiting = [other for other in waiting if other.arm != job.arm]
-                    say(f"{job.name} failed; {job.folder}/screen.txt ends with\n{error_of(job)}")
+                    say(f"{job.name} failed; {job.folder}/screen.txt ends with")
+                    say(error_of(job))
                 ended(job, failed)
             if running and time.monotonic() - shown > STATUS_SECONDS:
-                say(progress([job for job, _ in running.values()], len(waiting)))
+                going = [job for job, _ in running.values()]
+                say(progress(going, len(waiting)))
                 shown = time.monotonic()
     except KeyboardInterrupt:
         say("stopping: the trainings save; the same command continues")
@@ -148,9 +154,13 @@ def say(text: str) -> None:
 
 def error_of(job: Job, count: int = 40) -> str:
     """The traceback, or the error of one line, that a training ended with: its last lines."""
-    lines = (job.folder / "screen.txt").read_text(errors="replace").splitlines()[-count:]
-    starts = [i for i, line in enumerate(lines) if line.startswith(("Traceback", "error:"))]
-    return "\n".join(lines[starts[-1] if starts else 0 :])
+    screen = (job.folder / "screen.txt").read_text(errors="replace")
+    found = []
+    for line in screen.splitlines()[-count:]:
+        if line.startswith(("Traceback", "error:")):
+            found = []
+        found.append(line)
+    return "\n".join(found)
 
 
 def progress(running: list[Job], waiting: int) -> str:
@@ -165,7 +175,8 @@ def progress(running: list[Job], waiting: int) -> str:
             parts.append(f"{job.name} starts")
             continue
         step = steps[-1]["step"]
-        total = json.loads((job.folder / "config.json").read_text())["steps"]
+        config = json.loads((job.folder / "config.json").read_text())
+        total = config["steps"]
         seconds = fmean(record["ms"] for record in steps[-50:]) / 1e3
         parts.append(f"{job.name} {step}/{total}")
         left.append((total - step) * seconds)

@@ -37,19 +37,25 @@ SEQUENCES = 6
 def make_network(flags: list[str]) -> tuple[Model, tuple]:
     """A tiny network, and arguments of its loss: ids (B, T), targets (B, T), seeds, n and k (B,)."""
     cfg = train.model_config(train.parse_args(flags))
-    small = {name: min(getattr(cfg, name), most) for name, most in MOST.items()}
+    small = {}
+    for name, most in MOST.items():
+        small[name] = min(most, getattr(cfg, name))
     cfg = replace(cfg, **small)
     model = Model(cfg)
     model.init_weights(0)
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():  # a weight of zero would hide errors
-        p.data.add_(0.05 * torch.randn(p.shape, generator=generator))
+        noise = torch.randn(p.shape, generator=generator)
+        p.data.add_(0.05 * noise)
     model.dtype = torch.float64
     tokens = torch.randint(cfg.vocab_size, (SEQUENCES, cfg.seq_len + 1), generator=generator)
-    granularity = "sequence" if cfg.granularity == "token" else cfg.granularity
-    n, k = sample_depths(replace(cfg, granularity=granularity), 0, 0, SEQUENCES)
+    ids = tokens[:, :-1]
+    targets = tokens[:, 1:]
     seeds = hash_keys(0, each=range(SEQUENCES))
-    return model.double(), (tokens[:, :-1], tokens[:, 1:], seeds, n, k)
+    if cfg.granularity == "token":
+        cfg = replace(cfg, granularity="sequence")
+    n, k = sample_depths(cfg, 0, 0, SEQUENCES)
+    return model.double(), (ids, targets, seeds, n, k)
 
 
 def backward(model: Model, batch) -> dict:
@@ -59,16 +65,20 @@ def backward(model: Model, batch) -> dict:
     loss.backward()
     found = {"loss": loss.detach()}
     for name, p in model.named_parameters():
-        found[f"gradient of {name}"] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        found[f"gradient of {name}"] = gradient
     return found
 
 
 def read_in_pieces(model: Model, ids, seeds, depth: int):
     """The final hidden state (B, T, D), through the cache of sampling."""
     cache = KVCache(model, ids.size(1), depth)
+    loops = Depth(depth)
+    first = ids[:, :5]
+    one_by_one = ids[:, 5:].split(1, dim=1)
     hidden = []
-    for piece in (ids[:, :5], *ids[:, 5:].split(1, dim=1)):
-        h, _ = read(model, piece, seeds, cache, Depth(depth))
+    for piece in (first, *one_by_one):
+        h, _ = read(model, piece, seeds, cache, loops)
         hidden.append(h)
     return torch.cat(hidden, 1)
 
@@ -77,9 +87,11 @@ def compare(label: str, found: dict, wanted: dict, overlooked: str, tolerance=1e
     """Ends the program where two dicts of tensors differ. tolerance: of a difference's norm, relative."""
     for name, value in wanted.items():
         value = value.double()
-        gap = (found[name].double() - value).norm() / (value.norm() + 1e-4)
+        difference = found[name].double() - value
+        gap = difference.norm() / (value.norm() + 1e-4)
         if not gap <= tolerance:  # NaN is not
-            print(f"FAILED  {label}: {name} differs by {gap:.1g} of its size\n        {overlooked}")
+            print(f"FAILED  {label}: {name} differs by {gap:.1g} of its size")
+            print(f"        {overlooked}")
             sys.exit(1)
     print(f"ok      {label}", flush=True)
 
@@ -94,21 +106,25 @@ def check_network(flags: list[str]) -> None:
 
     summed = dict.fromkeys(at_once, 0)
     for i in range(SEQUENCES):
-        alone = backward(model, [x[i : i + 1] for x in batch])
-        summed = {name: summed[name] + value for name, value in alone.items()}
+        one = [x[i : i + 1] for x in batch]
+        for name, value in backward(model, one).items():
+            summed[name] += value
     compare("sequences of mixed depths, as each by itself", summed, at_once,
         "A loop runs only the sequences that still need it: what it reads beside h must be cut to "
         "them (LoopInputs). No sequence may depend on another, nor on an earlier call.")  # fmt: skip
 
     if cfg.n_core and cfg.mechanism == "none":
-        by_token = [np.repeat(x[:, None], ids.size(1), axis=1) for x in (n, k)]
+        T = ids.size(1)
+        by_token = [np.repeat(x[:, None], T, axis=1) for x in (n, k)]
         found = backward(model, (ids, targets, seeds, *by_token))
         compare("depths by token, as by sequence", found, at_once,
             "A loop's index is (B,) or, where each token has its own depth, (B, T).")  # fmt: skip
 
     depths = (n + k).tolist()
     losses = model.losses(ids, targets, sorted(set(depths)), seeds)
-    found = sum(losses[depth][i].sum() for i, depth in enumerate(depths))
+    found = 0
+    for i, depth in enumerate(depths):
+        found += losses[depth][i].sum()
     compare("validation, as the training loss at those depths", {"loss": found}, loss,
         "Model.loss and Model.losses must compute the same, so edit what both call. (If the edit "
         "changes what is trained for, this is as it should be.)")  # fmt: skip

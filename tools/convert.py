@@ -79,16 +79,21 @@ def reference_config(given: dict) -> ModelConfig:
     """The reference's config.json -> ours. Settings that would change the function and are not
     implemented here are refused.
     """
-    given = {"rope_base": 50_000} | given | (given.get("rope_settings") or {})
+    rope = given.get("rope_settings") or {}
+    given = {"rope_base": 50_000} | given | rope
     names = LOOPED if "n_layers_in_recurrent_block" in given else FLAT
     settings = {"n_core": 0, "n_coda": 0}
     for key, name in names.items():
-        settings[name] = VALUES.get(given[key], given[key])
-    fixed = FIXED | {key: given[like] for key, like in EQUAL.items()}
+        value = given[key]
+        settings[name] = VALUES.get(value, value)
+    fixed = FIXED.copy()
+    for key, like in EQUAL.items():
+        fixed[key] = given[like]
     for key in given.keys() - names.keys() - INERT:
         value = given[key]
-        if (value or key in fixed) and value not in (None, fixed.get(key)):
-            fail(f"config.json: {key} {value} is not implemented, only {fixed.get(key)}")
+        ours = fixed.get(key)
+        if (value or key in fixed) and value not in (None, ours):
+            fail(f"config.json: {key} {value} is not implemented, only {ours}")
     return ModelConfig(**settings)
 
 
@@ -98,8 +103,13 @@ def our_name(name: str, cfg: ModelConfig) -> str:
     layer = re.match(r"transformer\.(h|prelude|core_block|coda)\.(\d+)", name)
     if layer:
         part, number = layer.groups()
-        firsts = {"core_block": cfg.n_prelude, "coda": cfg.n_prelude + cfg.n_core}
-        name = f"blocks.{firsts.get(part, 0) + int(number)}{name[layer.end() :]}"
+        index = int(number)
+        if part in ("core_block", "coda"):
+            index += cfg.n_prelude
+        if part == "coda":
+            index += cfg.n_core
+        rest = name[layer.end() :]
+        name = f"blocks.{index}{rest}"
     for theirs, ours in NAMES.items():
         name = name.replace(theirs, ours)
     return name
@@ -110,15 +120,19 @@ def from_reference(state: dict, cfg: ModelConfig) -> dict:
     K = cfg.d_model // cfg.n_head
     halves = [*range(0, K, 2), *range(1, K, 2)]  # of interleaved pairs
     scale = math.sqrt(EPS / 2**-23) if cfg.qk_norm else 1.0
-    ours = {our_name(name, cfg): w.float() for name, w in state.items()}
+    ours = {}
+    for theirs, w in state.items():
+        name = our_name(theirs, cfg)
+        w = w.float()
+        if name.endswith((".q.weight", ".k.weight")):
+            heads = w.view(cfg.n_head, K, -1)
+            split = heads[:, halves].reshape(w.shape)
+            w = (split.double() * scale).float()
+        elif name.endswith(".proj.weight"):
+            w = w / 2
+        ours[name] = w
     ours.pop("lm_head.weight", None)  # the token embedding
     ours.pop("freqs_cis", None)
-    for name, w in ours.items():
-        if name.endswith((".q.weight", ".k.weight")):
-            heads = w.view(cfg.n_head, K, -1)[:, halves]
-            ours[name] = (heads.reshape(w.shape).double() * scale).float()
-        elif name.endswith(".proj.weight"):
-            ours[name] = w / 2
     return ours
 
 
@@ -135,7 +149,8 @@ def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
     """Hugging Face's tokenizer.json (byte-level BPE) -> ours, and their id for each of ours: our
     specials have the last ids, theirs often the first.
     """
-    split, level = data["pre_tokenizer"].get("pretokenizers") or ({}, {})
+    steps = data["pre_tokenizer"].get("pretokenizers")
+    split, level = steps or ({}, {})
     plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     if data["normalizer"] or not plain.items() <= level.items():
         raise ValueError("the tokenizer is not plain byte-level BPE")
@@ -150,7 +165,8 @@ def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
     raw = [token.translate(RAW).encode("latin-1") for token in tokens]
     ours = file_content(raw, split["pattern"]["Regex"])
     order = [vocab[token] for token in tokens]
-    return ours, order + [specials[name] for name in SPECIALS]
+    order += [specials[name] for name in SPECIALS]
+    return ours, order
 
 
 def read_tokenizer(path: Path) -> tuple[dict, list[int]]:
@@ -191,28 +207,23 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
     write_json(run / "tokenizer.json", ours)
     checkpoint = {"step": 0, "model": weights}
     write_atomic(run / "step_0000000.pt", lambda out: torch.save(checkpoint, out))
-    about = {
-        "args": {"residual_dtype": config["residual_dtype"]},
-        "model": asdict(cfg),
-        "params": sum(w.numel() for w in weights.values()),
-        "dtype": config["dtype"],
-        "tokenizer": {"path": str(tokenizer), "sha256": file_hash(run / "tokenizer.json")},
-        "data": {"path": str(run / "rows"), "sha256": None},  # for rows that are packed there later
-    }
+    params = sum(w.numel() for w in weights.values())
+    about = {"model": asdict(cfg), "params": params, "dtype": config["dtype"]}
+    about["args"] = {"residual_dtype": config["residual_dtype"]}
+    sha256 = file_hash(run / "tokenizer.json")
+    about["tokenizer"] = {"path": str(tokenizer), "sha256": sha256}
+    rows = str(run / "rows")  # may be packed there later
+    about["data"] = {"path": rows, "sha256": None}
     write_json(run / "config.json", about)
-    print(f"{run}: {about['params']:,} parameters; python core_eval.py {run}")
+    print(f"{run}: {params:,} parameters; python core_eval.py {run}")
 
 
 def export_run(run: Path, folder: Path) -> None:
     model, _, config = open_run(run, torch.device("cpu"))
     folder.mkdir(parents=True)
     write_atomic(folder / "model.safetensors", save(model.state_dict(), {"format": "pt"}))
-    about = {
-        "model_type": "looped",
-        "dtype": config["dtype"],
-        "residual_dtype": config["args"]["residual_dtype"],
-        "model": asdict(model.cfg),
-    }
+    about = {"model_type": "looped", "model": asdict(model.cfg), "dtype": config["dtype"]}
+    about["residual_dtype"] = config["args"]["residual_dtype"]
     write_json(folder / "config.json", about)
     shutil.copy(run / "tokenizer.json", folder)
     print(f"{folder}: model.safetensors, config.json, tokenizer.json")

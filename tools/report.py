@@ -14,6 +14,7 @@ import os
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
@@ -48,8 +49,9 @@ COSTS = {  # {column: format of its numbers}
     "parameters": ",", "FLOPs a token": ",.4g", "tokens trained": ",", "training FLOPs": ".3g",
     "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GiB": ".2f",
 }  # fmt: skip
-SCORES = {"run": "", "loops": "", "name": "", "mean": ".4f", "std": ".4f"}
-SCORES |= {"checkpoint": "", "seeds": ""}
+SCORES = {
+    "run": "", "loops": "", "name": "", "mean": ".4f", "std": ".4f", "checkpoint": "", "seeds": "",
+}  # fmt: skip
 NEVER = {"eval_tokens": 0, "loss": {}, "bpb": {}}  # no evaluation
 ONE_SEED = "One seed gives no interval, and chance alone changes losses from seed to seed."
 
@@ -91,19 +93,23 @@ class LoggedRun:
     def unigram(self) -> float | None:
         """Entropy of the token frequencies, nats/token, if the rows are here."""
         manifest = Path(self.config["data"]["path"], "manifest.json")
-        return json.loads(manifest.read_text())["unigram_entropy"] if manifest.exists() else None
+        if not manifest.exists():
+            return None
+        return json.loads(manifest.read_text())["unigram_entropy"]
 
     def may_be_compared(self) -> bool:
         """Whether it ended well, and one code made it."""
-        codes = {self.config["code"], *(start["code"] for start in self.starts)}
-        ended = self.last.get("final") and math.isfinite(self.loss)
-        return bool(ended) and len(codes) == 1
+        one_code = all(start["code"] == self.config["code"] for start in self.starts)
+        ended = self.last.get("final", False)
+        return ended and one_code and math.isfinite(self.loss)
 
 
 def read_run(path: Path, name: str = "") -> LoggedRun:
     """All that is known of one run."""
     config = json.loads((path / "config.json").read_text())
-    core = {file.stem: json.loads(file.read_text()) for file in sorted(path.glob("core_*_*.json"))}
+    core = {}
+    for file in sorted(path.glob("core_*_*.json")):
+        core[file.stem] = json.loads(file.read_text())
     run = LoggedRun(name, config, *read_log(path), core)
     if not run.train:
         fail(f"{path} has made no step; continue it with train.py --resume")
@@ -152,34 +158,52 @@ def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
     return found
 
 
-def compare_arms(runs: list[LoggedRun]) -> list[str]:
-    """A sentence on each arm against the first one, and what makes the comparison unfair."""
+def arms_of(runs: list[LoggedRun]) -> dict[tuple, dict[int, float]]:
+    """{how an arm differs from the first run: {seed: val loss}}, the first run's own arm under ()."""
     first = runs[0]
     codes = {first.config["code"]: []}  # each called by the first run that has it
-    arms = {}  # {changes from the first run: {seed: loss}}
-    remarks = []
+    arms = {}
     for run in runs:
         code = codes.setdefault(run.config["code"], [f"the code of {run.name}"])
-        arm = arms.setdefault((*code, *changes(run, first)), {})
+        differs = (*code, *changes(run, first))
+        arm = arms.setdefault(differs, {})
         if run.may_be_compared():
             arm[run.flags["seed"]] = run.loss
-        else:
+    return arms
+
+
+def compare_arms(runs: list[LoggedRun]) -> list[str]:
+    """A sentence on each arm against the first one, the best arm's first; then what makes the
+    comparison unfair.
+    """
+    first = runs[0]
+    answers = []  # (mean difference, sentence)
+    warnings = []
+    for run in runs:
+        if not run.may_be_compared():
             why = "it is unfinished, diverged, or was continued by other code"
-            remarks.append(f"Warning: {run.name} is not compared: {why}.")
+            warnings.append(f"Warning: {run.name} is not compared: {why}.")
+    arms = arms_of(runs)
     base = arms.pop(())
     for changed, losses in arms.items():
         words = ", ".join(changed)
         gaps = [losses[seed] - base[seed] for seed in losses if seed in base]
         if gaps:
             change = f"{plus_minus(gaps, '+.4f')} nats/token, {interval_note(gaps)}"
-            remarks.append(f"With {words} the val loss changes by {change}, paired by seed.")
+            answer = f"With {words} the val loss changes by {change}, paired by seed."
+            answers.append((fmean(gaps), answer))
         if len(changed) > 1:
-            remarks.append(f"Warning: more than one thing differs: {words}.")
+            warnings.append(f"Warning: more than one thing differs: {words}.")
         if losses.keys() != base.keys():
-            remarks.append(f"Warning: not every seed is also there with {words}.")
-    if len(runs) > 1 and len({run.flags["seed"] for run in runs}) == 1:
-        remarks.append(ONE_SEED)
-    return remarks
+            warnings.append(f"Warning: not every seed is also there with {words}.")
+    seeds = {run.flags["seed"] for run in runs}
+    if len(runs) > 1 and len(seeds) == 1:
+        warnings.append(ONE_SEED)
+    answers.sort()
+    said = [answer for _, answer in answers]
+    if not said:
+        said = [f"The val loss of {first.name} is {fmt(first.loss)} nats/token."]
+    return said + warnings
 
 
 # -------------------------------------------------------------------------------------------------
@@ -187,21 +211,29 @@ def compare_arms(runs: list[LoggedRun]) -> list[str]:
 
 
 def loss_table(runs: list[LoggedRun]) -> list[str]:
-    """The last validation of each run, at its own mu_rec and by depth."""
+    """The last validation of each run, at its own mu_rec."""
+    first = runs[0]
     rows = []
     for run in runs:
         row = {"run": run.name, "loops": run.depth, "val loss": run.loss}
-        row[f"difference from {runs[0].name}"] = run.loss - runs[0].loss
+        row[f"difference from {first.name}"] = run.loss - first.loss
         row["bits per byte"] = run.last["bpb"].get(run.depth)
-        for depth, loss in run.last["loss"].items():
-            row[f"depth {depth}"] = loss
         rows.append(row)
-    return frame_table(pd.DataFrame(rows).set_index(["run", "loops"]).map(fmt))
+    formats = dict.fromkeys(rows[0], ".4f") | {"run": "", "loops": ""}
+    return records_table(rows, formats)
+
+
+def depth_table(runs: list[LoggedRun]) -> list[str]:
+    """The last val loss of each run by depth."""
+    losses = pd.DataFrame([run.last["loss"] for run in runs])
+    losses.index = pd.Index([run.name for run in runs], name="run")
+    return frame_table(losses.add_prefix("depth ").map(fmt))
 
 
 def flag_table(runs: list[LoggedRun]) -> list[str]:
     """The settings in which any two runs differ."""
-    flags = pd.DataFrame({run.name: settings(run) for run in runs}, dtype=object)
+    columns = {run.name: settings(run) for run in runs}
+    flags = pd.DataFrame(columns, dtype=object)
     differ = flags.astype(str).nunique(axis=1, dropna=False) > 1
     return frame_table(flags[differ].rename_axis("flag"))
 
@@ -240,18 +272,26 @@ def difference_plot(runs: list[LoggedRun]) -> Plot:
     for run in runs:
         steps = pd.DataFrame(run.train).set_index("step")
         steps["gap"] = steps.loss - reference
-        curves.append(curve(steps.dropna(subset="gap").reset_index(), "gap"))
+        known = steps.dropna(subset="gap").reset_index()
+        curves.append(curve(known, "gap"))
     return Plot(TOKENS, f"training loss, difference from {base.name}", curves)
 
 
 def training_figure(runs: list[LoggedRun], out: Path) -> list[str]:
-    curves = [curve(pd.json_normalize(run.evals), f"loss.{run.depth}") for run in runs]
-    plots = [difference_plot(runs)] if len(runs) > 1 else []
+    plots = []
+    if len(runs) > 1:
+        plots.append(difference_plot(runs))
+    curves = []
+    for run in runs:
+        evals = pd.json_normalize(run.evals)
+        curves.append(curve(evals, f"loss.{run.depth}"))
     plots.append(Plot(TOKENS, "val loss, nats/token", curves))
+    trainings = [pd.DataFrame(run.train) for run in runs]
     for name, (label, scale) in CURVES.items():
-        curves = [curve(pd.DataFrame(run.train), name) for run in runs]
+        curves = [curve(steps, name) for steps in trainings]
         plots.append(Plot(TOKENS, label, curves, {"yscale": scale}))
-    return figure(out / "training.png", "Over training.", [run.name for run in runs], plots)
+    names = [run.name for run in runs]
+    return figure(out / "training.png", "Losses and gauges by tokens trained.", names, plots)
 
 
 def core_section(file: str, runs: list[LoggedRun], out: Path) -> list[str]:
@@ -272,7 +312,7 @@ def core_section(file: str, runs: list[LoggedRun], out: Path) -> list[str]:
             row["seeds"] = str(record["seeds"])
             rows.append(row)
     lines = [f"## {file}", "", *records_table(rows, SCORES)]
-    names = [*(run.name for run in runs), "chance"]
+    names = [run.name for run in runs] + ["chance"]
     caption = "Mean centred accuracy by category at mu_rec."
     plots = [radar(fine), radar(coarse)]
     return lines + figure(out / f"radar_{file}.png", caption, names, plots, polar=True)
@@ -286,25 +326,36 @@ def radar(categories: list[dict]) -> Plot:
     angles = np.linspace(0, 2 * np.pi, closed.shape[1])
     labels = [textwrap.fill(name, 16, break_long_words=False) for name in means]
     ticks = {"xticks": angles[:-1], "xticklabels": labels}
-    return Plot("", "", [(angles, row) for row in closed], ticks)
+    curves = [(angles, row) for row in closed]
+    return Plot("", "", curves, ticks)
 
 
 def report(runs: list[LoggedRun], out: Path) -> None:
     """The page and its figures; its beginning goes to the screen, too."""
     names = [run.name for run in runs]
     trained = max(run.depth for run in runs)
-    plot = depth_plot([run.last["loss"] for run in runs], "val loss, nats/token", trained)
+    losses = [run.last["loss"] for run in runs]
+    plot = depth_plot(losses, "val loss, nats/token", trained)
     caption = "Val loss by depth; the grey line is the trained mean depth."
-    lines = [f"# {', '.join(names)}", "", "\n\n".join(compare_arms(runs)), ""]
+    answer, *remarks = compare_arms(runs)
+    unigram = fmt(runs[0].unigram)
+    lines = [f"# {', '.join(names)}", "", answer, ""]
     lines += figure(out / "depth.png", caption, names, [plot])
     lines += loss_table(runs)
-    lines += [f"Unigram baseline: {fmt(runs[0].unigram)} nats/token.", ""]
+    lines += [f"Unigram baseline: {unigram} nats/token.", ""]
+    for remark in remarks:
+        lines += [remark, ""]
     print("\n".join(lines))
-    lines += training_figure(runs, out)
+    lines += ["## Val loss by depth", "", *depth_table(runs)]
+    lines += ["## Over training", "", *training_figure(runs, out)]
     lines += ["## What differs", "", *flag_table(runs)]
     lines += ["## Cost", "", *cost_table(runs)]
-    for file in sorted(set().union(*(run.core for run in runs))):
-        lines += core_section(file, [run for run in runs if file in run.core], out)
+    files = set()
+    for run in runs:
+        files |= run.core.keys()
+    for file in sorted(files):
+        scored = [run for run in runs if file in run.core]
+        lines += core_section(file, scored, out)
     save_page(out / "report", lines)
 
 
@@ -321,7 +372,8 @@ def main(argv=None):
         fail(f"{args.runs[0]} is no run directory; give directories that train.py made")
     parent = os.path.commonpath([path.parent for path in paths])
     runs = [read_run(path, os.path.relpath(path, parent)) for path in paths]
-    report(runs, args.out or Path(os.path.commonpath(paths)))
+    together = Path(os.path.commonpath(paths))
+    report(runs, args.out or together)
 
 
 if __name__ == "__main__":

@@ -360,32 +360,38 @@ class Attention(nn.Module):
     def forward(self, x, values, context: Context):
         """x (B, T, D) -> (B, T, D); values (B, T, D) or None: the tokens' own value vectors."""
         B, T, D = x.shape
-        heads = (B, T, self.n_head, -1)
-        q = self.q(x).view(heads)  # (B, T, H, D/H)
-        k = self.k(x).view(heads)
-        v = self.v(x).view(heads)
-        if values is not None:  # gated per head
-            gate = self.gate(x[..., : self.gate_width])  # (B, T, H)
-            weight = 2 * torch.sigmoid(gate)
-            v = v + weight.unsqueeze(-1) * values.view(heads)
-        q = rope(q, context.cos, context.sin)
-        k = rope(k, context.cos, context.sin)
-        if self.qk_norm:
-            q = F.rms_norm(q, q.shape[-1:], eps=EPS)
-            k = F.rms_norm(k, k.shape[-1:], eps=EPS)
-        q = q.transpose(1, 2)  # (B, H, T, D/H)
-        k = k.transpose(1, 2)
-        v = v.transpose(1, 2)
-        if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)  # (B, H, S, D/H), the S tokens so far
-        if self.shift is not None:
-            k, v = self.shift(k, v)
+        q = self.q(x).view(B, T, self.n_head, -1)  # (B, T, H, D/H)
+        q = self.turned(q, context)
+        k, v = self.keys_and_values(x, values, context)  # (B, H, S, D/H), S tokens so far
         mask = None
         if context.cache is not None or not self.is_causal:
             mask = self.mask(T, k.size(2), x.device)
         y = attend(q, k, v, mask)
         y = y.transpose(1, 2)
         return self.o(y.reshape(B, T, D))
+
+    def keys_and_values(self, x, values, context: Context):
+        heads = (*x.shape[:2], self.n_head, -1)
+        k = self.k(x).view(heads)
+        v = self.v(x).view(heads)
+        if values is not None:  # gated per head
+            gate = self.gate(x[..., : self.gate_width])  # (B, T, H)
+            weight = 2 * torch.sigmoid(gate)
+            v = v + weight.unsqueeze(-1) * values.view(heads)
+        k = self.turned(k, context)
+        v = v.transpose(1, 2)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
+        if self.shift is not None:
+            k, v = self.shift(k, v)
+        return k, v
+
+    def turned(self, x, context: Context):
+        """Queries or keys (B, T, H, D/H) by their positions -> (B, H, T, D/H)."""
+        x = rope(x, context.cos, context.sin)
+        if self.qk_norm:
+            x = F.rms_norm(x, x.shape[-1:], eps=EPS)
+        return x.transpose(1, 2)
 
 
 class MLP(nn.Module):

@@ -196,13 +196,16 @@ class DiagonalInjection(Injection):
 
     def statistics(self, inputs, tokens):
         decay = inputs.decay.detach()
-        return {"decay_max": decay.amax(-1).mean() * tokens, "decay_mean": decay.mean() * tokens}
+        largest = decay.amax(-1).mean()
+        return {"decay_max": largest * tokens, "decay_mean": decay.mean() * tokens}
 
     @torch.no_grad()
     def spectra(self):
         decay, gain = discretise(self.A_log, self.dt_bias, self.gain_rule)
         rho = decay.max().item()
-        write = gain.max().item() if self.B is None else spectral_norm(gain[:, None] * self.B)
+        write = gain.max().item()
+        if self.B is not None:
+            write = spectral_norm(gain[:, None] * self.B)
         return {"rho": rho, "carry_norm": rho, "write_norm": write}
 
 
@@ -221,13 +224,16 @@ class ConcatInjection(Injection):
     def inject(self, h, inputs):
         dtype = inputs.write.dtype
         carry = self.W[:, : self.width].to(dtype)
-        return F.linear(h.to(dtype), carry).to(h.dtype) + inputs.write
+        kept = F.linear(h.to(dtype), carry)
+        return kept.to(h.dtype) + inputs.write
 
     @torch.no_grad()
     def spectra(self):
         carry, write = self.W.float().split(self.width, dim=1)
-        finite = bool(carry.isfinite().all())
-        rho = torch.linalg.eigvals(carry).abs().max().item() if finite else math.nan
+        rho = math.nan
+        if carry.isfinite().all():
+            values = torch.linalg.eigvals(carry)
+            rho = values.abs().max().item()
         return {"rho": rho, "carry_norm": spectral_norm(carry), "write_norm": spectral_norm(write)}
 
 
@@ -280,7 +286,8 @@ class RMSNorm(nn.Module):
         self.weight = parameter(d, ones)
 
     def forward(self, x):
-        return F.rms_norm(x, (x.size(-1),), self.weight.to(x.dtype), EPS)
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, EPS)
 
 
 def input_std(d_model: int) -> float:
@@ -327,7 +334,8 @@ class Attention(nn.Module):
         self.q = Linear(d, d, init, muon=True)
         self.k = Linear(d, d, init, muon=True)
         self.v = Linear(d, d, init, muon=True)
-        self.o = Linear(d, d, INITS[cfg.init](cfg), muon=True)
+        output_init = INITS[cfg.init](cfg)
+        self.o = Linear(d, d, output_init, muon=True)
         self.gate = None
         self.gate_width = min(32, d)
         if layer in cfg.value_layers():
@@ -352,28 +360,38 @@ class Attention(nn.Module):
     def forward(self, x, values, context: Context):
         """x (B, T, D) -> (B, T, D); values (B, T, D) or None: the tokens' own value vectors."""
         B, T, D = x.shape
-        heads = (B, T, self.n_head, -1)
-        q = self.q(x).view(heads)  # (B, T, H, D/H)
-        k = self.k(x).view(heads)
-        v = self.v(x).view(heads)
-        if values is not None:  # gated per head
-            gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate_width]))  # (B, T, H)
-            v = v + gate.unsqueeze(-1) * values.view(heads)
-        q = rope(q, context.cos, context.sin)
-        k = rope(k, context.cos, context.sin)
-        if self.qk_norm:
-            q = F.rms_norm(q, (q.size(-1),), eps=EPS)
-            k = F.rms_norm(k, (k.size(-1),), eps=EPS)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D/H)
-        if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)  # (B, H, S, D/H), the S tokens so far
-        if self.shift is not None:
-            k, v = self.shift(k, v)
+        q = self.q(x).view(B, T, self.n_head, -1)  # (B, T, H, D/H)
+        q = self.turned(q, context)
+        k, v = self.keys_and_values(x, values, context)  # (B, H, S, D/H), S tokens so far
         mask = None
         if context.cache is not None or not self.is_causal:
             mask = self.mask(T, k.size(2), x.device)
         y = attend(q, k, v, mask)
-        return self.o(y.transpose(1, 2).reshape(B, T, D))
+        y = y.transpose(1, 2)
+        return self.o(y.reshape(B, T, D))
+
+    def keys_and_values(self, x, values, context: Context):
+        heads = (*x.shape[:2], self.n_head, -1)
+        k = self.k(x).view(heads)
+        v = self.v(x).view(heads)
+        if values is not None:  # gated per head
+            gate = self.gate(x[..., : self.gate_width])  # (B, T, H)
+            weight = 2 * torch.sigmoid(gate)
+            v = v + weight.unsqueeze(-1) * values.view(heads)
+        k = self.turned(k, context)
+        v = v.transpose(1, 2)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
+        if self.shift is not None:
+            k, v = self.shift(k, v)
+        return k, v
+
+    def turned(self, x, context: Context):
+        """Queries or keys (B, T, H, D/H) by their positions -> (B, H, T, D/H)."""
+        x = rope(x, context.cos, context.sin)
+        if self.qk_norm:
+            x = F.rms_norm(x, x.shape[-1:], eps=EPS)
+        return x.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -381,11 +399,14 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
-        self.fc = Linear(cfg.d_model, cfg.d_mlp, orthogonal(input_std(cfg.d_model)), muon=True)
-        self.proj = Linear(cfg.d_mlp, cfg.d_model, INITS[cfg.init](cfg), muon=True)
+        init = orthogonal(input_std(cfg.d_model))
+        output_init = INITS[cfg.init](cfg)
+        self.fc = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
+        self.proj = Linear(cfg.d_mlp, cfg.d_model, output_init, muon=True)
 
     def forward(self, x, context: Context):
-        return self.proj(F.relu(self.fc(x)).square())
+        hidden = F.relu(self.fc(x))
+        return self.proj(hidden.square())
 
 
 class SwiGLU(nn.Module):
@@ -394,12 +415,14 @@ class SwiGLU(nn.Module):
     def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
         init = orthogonal(input_std(cfg.d_model))
+        output_init = INITS[cfg.init](cfg)
         self.fc = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
         self.up = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
-        self.proj = Linear(cfg.d_mlp, cfg.d_model, INITS[cfg.init](cfg), muon=True)
+        self.proj = Linear(cfg.d_mlp, cfg.d_model, output_init, muon=True)
 
     def forward(self, x, context: Context):
-        return self.proj(F.silu(self.fc(x)) * self.up(x))
+        hidden = F.silu(self.fc(x))
+        return self.proj(hidden * self.up(x))
 
 
 MLPS = {"relu2": MLP, "swiglu": SwiGLU}
@@ -434,8 +457,10 @@ class Block(nn.Module):
         activations' dtype, which may be a shorter one.
         """
         dtype = context.cos.dtype
-        x = self.norm3(x + self.attn(self.norm1(x).to(dtype), values, context))
-        return self.norm4(x + self.mlp(self.norm2(x).to(dtype), context))
+        y = self.attn(self.norm1(x).to(dtype), values, context)
+        x = self.norm3(x + y)
+        y = self.mlp(self.norm2(x).to(dtype), context)
+        return self.norm4(x + y)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -559,8 +584,10 @@ class ModelConfig:
 
     def value_layers(self) -> list[int]:
         """Layers with a value table: every second, the last included."""
-        last = self.n_layer() - 1
-        return [i for i in range(last + 1) if self.value_embeds and (last - i) % 2 == 0]
+        if not self.value_embeds:
+            return []
+        layers = self.n_layer()
+        return list(range((layers - 1) % 2, layers, 2))
 
     def shifts(self) -> dict[int, Callable]:
         """Layers in which attention also reads the preceding token, and how."""
@@ -687,7 +714,8 @@ class Model(nn.Module):
         init = orthogonal(input_std(d))
         self.injection = INJECTIONS[cfg.injection](cfg) if cfg.n_core else None
         self.wte = Embedding(V, d, init)
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer()))
+        layers = range(cfg.n_layer())
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in layers)
         tables = {str(layer): Embedding(V, d, standard_normal) for layer in cfg.value_layers()}
         self.ve = nn.ModuleDict(tables)
         self.norm_f = RMSNorm(d)
@@ -695,10 +723,11 @@ class Model(nn.Module):
         self.C = Linear(d, d, init) if cfg.n_core and cfg.readout else None
         self.mechanism = MECHANISMS[cfg.mechanism](cfg)
         # numpy's arange: torch's loads the compiler where the device is "meta"
-        pairs = torch.from_numpy(np.arange(0, d // cfg.n_head, 2, dtype=np.float32))
+        width = d // cfg.n_head
+        pairs = torch.from_numpy(np.arange(0, width, 2, dtype=np.float32))
         positions = torch.from_numpy(np.arange(cfg.seq_len, dtype=np.float32))
-        rate = cfg.rope_theta ** (-pairs / (d // cfg.n_head))
-        angle = torch.outer(positions, rate)[:, None, :]  # (T, 1, D/2H)
+        rate = cfg.rope_theta ** (-pairs / width)
+        angle = torch.outer(positions, rate).unsqueeze(1)  # (T, 1, D/2H)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -726,7 +755,8 @@ class Model(nn.Module):
         """ids (B, T) -> e (B, T, D), the prelude's output."""
         x = self.wte(ids).to(self.residual_dtype or self.dtype)
         values = self.values(ids, self.prelude_layers)
-        x = self.run_blocks(x, self.prelude_layers, values, self.context(ids, cache=cache))
+        context = self.context(ids, cache=cache)
+        x = self.run_blocks(x, self.prelude_layers, values, context)
         return x if self.norm_e is None else self.norm_e(x)
 
     def initial_state(self, e, seeds, positions=None):
@@ -738,7 +768,8 @@ class Model(nn.Module):
         if std is None:
             std = input_std(D)
         # a copy: given a view, torch recompiles whenever the tensor behind the view changes shape
-        return hashed_normal(seeds, T, D, std, cut, positions).to(e.dtype, copy=True)
+        h = hashed_normal(seeds, T, D, std, cut, positions)
+        return h.to(e.dtype, copy=True)
 
     def enter_loop(self, ids, seeds, cache=None):
         """ids (B, T), seeds (B,) -> h_0 (B, T, D) and LoopInputs; a model without a loop: the
@@ -750,7 +781,8 @@ class Model(nn.Module):
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
         positions = None if cache is None else cache.positions
         h = self.initial_state(e, seeds, positions)
-        return h, LoopInputs(decay, write, self.values(ids, self.core_layers))
+        values = self.values(ids, self.core_layers)
+        return h, LoopInputs(decay, write, values)
 
     def core_step(self, h, inputs: LoopInputs, index, cache=None):
         """One loop: h (B, T, D) -> decay ⊙ h + gain ⊙ (B e) + R̄(h, e). `inject` gives the first two
@@ -767,7 +799,8 @@ class Model(nn.Module):
         if self.C is not None:
             h = self.C(h.to(self.dtype)).to(h.dtype)
         values = self.values(ids, self.coda_layers)
-        x = self.run_blocks(h, self.coda_layers, values, self.context(ids, cache=cache))
+        context = self.context(ids, cache=cache)
+        x = self.run_blocks(h, self.coda_layers, values, context)
         return self.norm_f(x).to(self.dtype)
 
     def values(self, ids, layers: range) -> list:
@@ -775,13 +808,18 @@ class Model(nn.Module):
         found = []
         for layer in layers:
             name = str(layer)
-            found.append(self.ve[name](ids).to(self.dtype) if name in self.ve else None)
+            own = None
+            if name in self.ve:
+                own = self.ve[name](ids).to(self.dtype)
+            found.append(own)
         return found
 
     def context(self, x, index=None, cache=None) -> Context:
         """What the blocks need to know of x (B, T, …): whole sequences, or the cache's next tokens."""
         at = slice(x.size(1)) if cache is None else cache.positions
-        return Context(self.cos[at].to(self.dtype), self.sin[at].to(self.dtype), index, cache)
+        cos = self.cos[at].to(self.dtype)
+        sin = self.sin[at].to(self.dtype)
+        return Context(cos, sin, index, cache)
 
     def run_blocks(self, x, layers: range, values: list, context: Context):
         """These layers, each with its entry of `values`, applied to x (B, T, D)."""
@@ -817,14 +855,16 @@ class Model(nn.Module):
     def head_chunks(self, x, targets) -> list:
         """x (N, D), targets (B, T) in pieces of which the logits fit beside each other."""
         size = max(1, MAX_LOGITS // self.cfg.vocab_size)
-        return list(zip(x.split(size), targets.flatten().split(size), strict=True))
+        targets = targets.flatten()
+        return list(zip(x.split(size), targets.split(size), strict=True))
 
     def token_losses(self, h, ids, targets):
         """The last loop's h (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
         x = self.coda(h, ids).flatten(0, 1)
         losses = []
         for part, target in self.head_chunks(x, targets):
-            losses.append(F.cross_entropy(self.head(part).float(), target, reduction="none"))
+            logits = self.head(part).float()
+            losses.append(F.cross_entropy(logits, target, reduction="none"))
         return torch.cat(losses).view_as(ids)
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -855,7 +895,8 @@ class Model(nn.Module):
                 core = self.core(inputs.first(loop.active), loop.index, cache)
                 new = mechanism.step(active, history, loop.index, core)
                 if loop.live is not None:  # tokens that are done keep their state
-                    live = loop.live.view(*loop.live.shape, *[1] * (new.dim() - 2))
+                    ones = [1] * (new.dim() - 2)
+                    live = loop.live.view(*loop.live.shape, *ones)
                     new = torch.where(live, new, active)
             whole = loop.active == len(state)
             state = new if whole else torch.cat([new, state[loop.active :]])
@@ -877,13 +918,18 @@ class Model(nn.Module):
         ids, targets (B, T) int64; seeds (B,) int64 from `hash_key`; n, k int arrays (B,) (or (B,
         T)) from `sample_depths`: loops without and with gradient.
         """
-        n, k = np.asarray(n), np.asarray(k)
+        n = np.asarray(n)
+        k = np.asarray(k)
         if n.ndim == 1:  # deepest first
             order = np.argsort(-(n + k), kind="stable")
-            n, k = n[order], k[order]
+            n = n[order]
+            k = k[order]
             at = to_device(torch.from_numpy(order), ids.device)
-            ids, targets, seeds = ids[at], targets[at], seeds[at]
-        ids, targets = ids.contiguous(), targets.contiguous()
+            ids = ids[at]
+            targets = targets[at]
+            seeds = seeds[at]
+        ids = ids.contiguous()
+        targets = targets.contiguous()
         start, inputs = self.enter_loop(ids, seeds)
         if inputs is None:
             return self.coda_loss(start, ids, targets), {}
@@ -891,14 +937,18 @@ class Model(nn.Module):
         for new in self.unroll(start, inputs, training_plan(n, k, ids.device)):
             before, state = state, new
         h = self.mechanism.read(state)
-        previous = start if before is None else self.mechanism.read(before.detach())
-        return self.coda_loss(h, ids, targets), self.statistics(h, previous, inputs)
+        previous = start
+        if before is not None:
+            previous = self.mechanism.read(before.detach())
+        loss = self.coda_loss(h, ids, targets)
+        return loss, self.statistics(h, previous, inputs)
 
     @torch.no_grad()
     def statistics(self, h, previous, inputs: LoopInputs) -> dict:
         """What is logged of the state after the last loop and before it: sums over tokens."""
+        change = (h - previous).float()
         stats = {
-            "residual": (h - previous).float().norm(dim=-1).sum(),
+            "residual": change.norm(dim=-1).sum(),
             "state_norm": h.float().norm(dim=-1).sum(),
         }
         tokens = h.size(0) * h.size(1)
@@ -918,7 +968,8 @@ class Model(nn.Module):
                 yield depth, h
             return
         if wanted[0] == 0:
-            yield 0, self.mechanism.read(self.mechanism.start(h)[0])
+            state, _ = self.mechanism.start(h)
+            yield 0, self.mechanism.read(state)
         plan = even_plan(len(ids), wanted[-1], ids.device)
         for depth, state in enumerate(self.unroll(h, inputs, plan), 1):
             if depth in wanted:
@@ -1019,7 +1070,8 @@ def forward_flops(settings: tuple, tokens: int) -> tuple[float, float]:
     if inputs is not None:
         state, history = model.mechanism.start(h)
         with loop:
-            model.mechanism.step(state, history, index, model.core(inputs, index))
+            core = model.core(inputs, index)
+            model.mechanism.step(state, history, index, core)
     return once.get_total_flops() / tokens, loop.get_total_flops() / tokens
 
 
@@ -1051,7 +1103,8 @@ def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
     config = json.loads((run / "config.json").read_text())
     cfg = config_of(config["model"])
     residual = config.get("args", {}).get("residual_dtype", "auto")
-    model = Model(cfg, dtype or getattr(torch, config.get("dtype", "float32")))
+    own_dtype = config.get("dtype", "float32")
+    model = Model(cfg, dtype or getattr(torch, own_dtype))
     if dtype is None and residual != "auto":
         model.residual_dtype = getattr(torch, residual)
     try:

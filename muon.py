@@ -56,12 +56,14 @@ def polar_express(g: torch.Tensor) -> torch.Tensor:
     (0, 1).
     """
     x = g.bfloat16() if g.is_cuda else g
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    norm = x.norm(dim=(-2, -1), keepdim=True)
+    x = x / (norm * 1.02 + 1e-6)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the Gram matrix of the shorter side is the cheaper one
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        even = b * gram + c * gram @ gram
+        x = a * x + even @ x
     return (x.mT if tall else x).to(g.dtype)
 
 
@@ -85,8 +87,9 @@ def muon_update(p, g, state: dict, rates, ok):
     scale = second.clamp_min(1e-10).rsqrt()
     # squared norms, but for a factor: of the update, and of the update times the scale
     norm2 = mean_square.sum(dim=(-2, -1), keepdim=True)
-    scaled_norm2 = (mean_square * scale.square()).sum(dim=(-2, -1), keepdim=True).clamp_min(1e-10)
-    g = g * (scale * (norm2 / scaled_norm2).sqrt())
+    scaled_norm2 = (mean_square * scale.square()).sum(dim=(-2, -1), keepdim=True)
+    ratio = norm2 / scaled_norm2.clamp_min(1e-10)
+    g = g * (scale * ratio.sqrt())
     rows, cols = p.shape[-2:]
     lr = lr * max(1.0, rows / cols) ** 0.5
     shrink = weight_decay * p * (g * p >= 0)
@@ -105,8 +108,10 @@ def adamw_update(p, g, state: dict, lr, step, ok, constants: tuple):
     beta1, beta2, eps = constants
     first.lerp_(g, (1 - beta1) * ok)
     second.lerp_(g.square(), (1 - beta2) * ok)
-    denominator = (second / (1 - beta2**step)).sqrt_().add_(eps).clamp_min_(1e-18)
-    p.sub_(first / denominator * (ok * lr / (1 - beta1**step)))
+    mean_square = second / (1 - beta2**step)
+    denominator = mean_square.sqrt_().add_(eps).clamp_min_(1e-18)
+    rate = ok * lr / (1 - beta1**step)
+    p.sub_(first / denominator * rate)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -172,7 +177,8 @@ class AdamW:
         """The learning rate of each element of this rank's part, (N,), after update clipping."""
         g2 = buffer.g.square()
         beta2 = self.betas[1]
-        second = buffer.state["second"].lerp(g2, 1 - beta2) / (1 - beta2**step)
+        second = buffer.state["second"].lerp(g2, 1 - beta2)
+        second = second / (1 - beta2**step)
         ratio = g2 / second.clamp_min(1e-30)
         lengths = buffer.lengths_here()
         *own, _ = ratio.split(lengths)
@@ -182,8 +188,10 @@ class AdamW:
         means = torch.stack(means)
         if len(buffer.p) < len(buffer.data):  # the rest is other ranks'
             dist.all_reduce(means)
-        rates = [*(lr / means.sqrt().clamp(min=1)), lr]  # of each tensor, and of the padding
-        return torch.cat([rate.expand(n) for rate, n in zip(rates, lengths, strict=True)])
+        clipped = lr / means.sqrt().clamp(min=1)
+        rates = [*clipped, lr]  # of each tensor, and of the padding
+        parts = [rate.expand(n) for rate, n in zip(rates, lengths, strict=True)]
+        return torch.cat(parts)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -230,8 +238,9 @@ class Buffer:
         """How much of each member is in this rank's part, and then the padding."""
         lengths = []
         for span in self.spans:
-            common = range(max(span.start, self.part.start), min(span.stop, self.part.stop))
-            lengths.append(len(common))
+            start = max(span.start, self.part.start)
+            stop = min(span.stop, self.part.stop)
+            lengths.append(max(0, stop - start))
         return [*lengths, len(self.p) - sum(lengths)]
 
 
@@ -290,12 +299,13 @@ class Optimizer:
         if self.world > 1:
             dist.all_reduce(totals)
         out = dict(zip(["grad_norm2", *own], totals, strict=True))
-        finite = torch.isfinite(out["grad_norm2"]) & torch.isfinite(out["loss"])
+        finite = (out["grad_norm2"] + out["loss"]).isfinite()
         ok = finite.float()
         self.steps += ok
         step = self.steps.clamp(min=1)
         norm = out["grad_norm2"].sqrt()
-        scale = torch.where(finite, (self.clip / (norm + 1e-6)).clamp(max=1.0), 0.0)
+        clipped = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        scale = torch.where(finite, clipped, 0.0)
         gathers = []
         for buffer in self.buffers:
             buffer.g.mul_(scale).nan_to_num_(0.0, 0.0, 0.0)

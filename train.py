@@ -223,10 +223,10 @@ def check_meaning(args, given: dict, cfg: ModelConfig) -> None:
     if cfg.n_core == 0:
         idle += [(name, "without a loop") for name in LOOP_FLAGS if name in given]
     elif cfg.injection != "diagonal":
-        idle += [
-            (name, f"with --injection {cfg.injection}") for name in DIAGONAL_FLAGS if name in given
-        ]
-    if (args.optimizer or recipe_of(args.preset).optimizer) == "adamw":
+        why = f"with --injection {cfg.injection}"
+        idle += [(name, why) for name in DIAGONAL_FLAGS if name in given]
+    optimizer = args.optimizer or recipe_of(args.preset).optimizer
+    if optimizer == "adamw":
         idle += [(name, "with --optimizer adamw") for name in MUON_FLAGS if getattr(args, name)]
     if args.flops:
         idle += [("tokens", "with --flops")] if args.tokens else []
@@ -247,13 +247,14 @@ def settle(args, cfg: ModelConfig) -> int:
             setattr(args, name, default)
     if args.flops:
         args.tokens = args.flops / cfg.flops_per_token()
-    steps = round(args.tokens / (args.batch_size * cfg.seq_len))
+    step_tokens = args.batch_size * cfg.seq_len
+    steps = round(args.tokens / step_tokens)
     if steps < 1:
-        step = f"a step of {args.batch_size} × {cfg.seq_len}"
-        fail(f"--tokens {args.tokens:g} is less than {step}; try {args.batch_size * cfg.seq_len}")
+        fail(f"--tokens {args.tokens:g} is less than a step's {step_tokens}; try {step_tokens}")
     args.eval_every = args.eval_every or math.ceil(steps / 5)
     if args.out is None:
-        gain = f"-{cfg.gain}" if cfg.n_core and cfg.injection == "diagonal" else ""
+        has_gain = cfg.n_core and cfg.injection == "diagonal"
+        gain = f"-{cfg.gain}" if has_gain else ""
         args.out = f"runs/{args.preset}{gain}-s{args.seed}"
     return steps
 
@@ -281,8 +282,9 @@ def muon_groups(named: list, args, compiled: bool) -> list:
     """Muon for the blocks' matrices, AdamW for the rest."""
     matrices = [(name, p) for name, p in named if p.muon]
     rest = [(name, p) for name, p in named if not p.muon]
+    adamw = AdamW(args.adam_lr, compile=compiled)
     muon = Muon(args.muon_lr, args.weight_decay, compile=compiled)
-    return [(AdamW(args.adam_lr, compile=compiled), rest), (muon, matrices)]
+    return [(adamw, rest), (muon, matrices)]
 
 
 def adamw_groups(named: list, args, compiled: bool) -> list:
@@ -306,8 +308,8 @@ def schedule(step: int, steps: int, args) -> Rates:
     weight decay falls linearly throughout; neither is 0 at any step of the run. Muon's momentum
     rises from 0.85 to 0.95.
     """
-    rise = (step + 1) / max(ramp_steps(args.warmup, steps), 1)
-    fall = (steps - step) / max(ramp_steps(args.cooldown, steps), 1)
+    rise = (step + 1) / ramp_steps(args.warmup, steps)
+    fall = (steps - step) / ramp_steps(args.cooldown, steps)
     momentum = 0.95
     if args.momentum_warmup:
         momentum = 0.85 + 0.1 * min(1.0, step / args.momentum_warmup)
@@ -316,8 +318,10 @@ def schedule(step: int, steps: int, args) -> Rates:
 
 
 def ramp_steps(length: float, steps: int) -> float:
-    """A warm-up or cool-down in steps, given as a fraction of the run if at most 1."""
-    return length * steps if length <= 1 else length
+    """A warm-up or cool-down in steps, one at least; given as a fraction of the run if at most 1."""
+    if length <= 1:
+        length = length * steps
+    return max(length, 1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -354,23 +358,22 @@ class Batch:
         for at in range(0, len(self.tokens), size):
             part = slice(at, at + size)
             tokens = self.tokens[part]
-            yield tokens[:, :-1], tokens[:, 1:], self.seeds[part], self.n[part], self.k[part]
+            ids = tokens[:, :-1]
+            targets = tokens[:, 1:]
+            yield ids, targets, self.seeds[part], self.n[part], self.k[part]
 
 
 def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, place: Place) -> Batch:
     B = args.batch_size
     n, k = sample_depths(cfg, args.seed, step, B)
     mine = share_out(n, k, place.world)[place.rank]
-    rows = data.stream_ids(args.seed, step * B, B)[mine]
-    tokens = torch.from_numpy(data.get("train", rows))
+    rows = data.stream_ids(args.seed, step * B, B)
+    tokens = torch.from_numpy(data.get("train", rows[mine]))
+    tokens = to_device(tokens, place.device)
     seeds = hash_keys(args.seed, FOR_STATE, each=step * B + mine)
-    return Batch(
-        tokens=to_device(tokens, place.device),
-        seeds=to_device(seeds, place.device),
-        n=n[mine],
-        k=k[mine],
-        depth_mean=float((n + k).mean()),
-    )
+    seeds = to_device(seeds, place.device)
+    depth_mean = float((n + k).mean())
+    return Batch(tokens, seeds, n[mine], k[mine], depth_mean)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -394,9 +397,11 @@ def try_deepest(model: Model, args, place: Place) -> None:
     """A forward and backward pass of depths as the law draws them, then of the deepest: compiles
     what is compiled, and takes the most memory that training will. Then a validation's pass.
     """
-    cfg, size = model.cfg, args.device_batch_size
+    cfg = model.cfg
+    size = args.device_batch_size
     tokens = torch.zeros(size, cfg.seq_len + 1, dtype=torch.int64, device=place.device)
-    ids, targets = tokens[:, :-1], tokens[:, 1:]
+    ids = tokens[:, :-1]
+    targets = tokens[:, 1:]
     seeds = hash_keys(FOR_STATE, each=range(size), device=place.device)
     for n, k in (sample_depths(cfg, args.seed, 0, size), deepest(cfg, size)):
         loss, _ = model.loss(ids, targets, seeds, n, k)
@@ -420,7 +425,8 @@ def fit_device_batch(model: Model, optimizer: Optimizer, args, place: Place) -> 
             fail(
                 "out of memory with one sequence at once; try --checkpoint-loops, or a smaller --preset"
             )
-        args.device_batch_size = max(d for d in range(1, size // 2 + 1) if size % d == 0)
+        smaller = range(1, size // 2 + 1)
+        args.device_batch_size = max(d for d in smaller if size % d == 0)
         place.say(f"out of memory with {size} sequences at once; trying {args.device_batch_size}")
         torch.cuda.empty_cache()
 
@@ -486,8 +492,8 @@ def evaluate(model: Model, held_out: HeldOut, depths: list, size: int, place: Pl
     """Validation loss at mu_rec and these depths, and norms of the linear path."""
     depths = sorted({model.cfg.mu_rec, *depths}) if model.cfg.n_core else [0]
     found = validate(model, held_out, depths, size, place)
-    losses = "  ".join(f"{depth}: {loss:.4f}" for depth, loss in found["loss"].items())
-    place.say(f"val loss by depth  {losses}  ({found['eval_tokens']:,} tokens)")
+    losses = [f"{depth}: {loss:.4f}" for depth, loss in found["loss"].items()]
+    place.say(f"val loss by depth  {'  '.join(losses)}  ({found['eval_tokens']:,} tokens)")
     return found | model.spectra()
 
 
@@ -509,9 +515,10 @@ def evaluate_core(model: Model, yardsticks: Yardsticks, place: Place) -> dict:
 def run_config(args, cfg: ModelConfig, data: PackedData, steps: int, place: Place) -> dict:
     """config.json: all that decides a run's numbers, and what it ran on."""
     network = dataclasses.asdict(cfg)
+    flags = {name: value for name, value in vars(args).items() if name not in network}
     tokenizer = str(data.folder / "tokenizer.json")
     return {
-        "args": {name: value for name, value in vars(args).items() if name not in network},
+        "args": flags,
         "model": network,
         "params": parameter_count(cfg),
         "flops_per_token": cfg.flops_per_token(),
@@ -529,15 +536,17 @@ def run_config(args, cfg: ModelConfig, data: PackedData, steps: int, place: Plac
 
 def announce(config: dict, data: PackedData, place: Place) -> None:
     """The first lines on the screen."""
-    args, steps, say = config["args"], config["steps"], place.say
+    args = config["args"]
+    steps = config["steps"]
+    say = place.say
     length = data.manifest["seq_len"]
-    B, size = args["batch_size"], args["device_batch_size"]
+    B = args["batch_size"]
+    size = args["device_batch_size"]
     there = data.rows("train") * length
     tokens = steps * B * length
+    mflops = config["flops_per_token"] / 1e6
     say(f"run    {args['out']}, {args['preset']}, seed {args['seed']}")
-    say(
-        f"model  {config['params']:,} parameters, {config['flops_per_token'] / 1e6:,.0f} MFLOPs a token"
-    )
+    say(f"model  {config['params']:,} parameters, {mflops:,.0f} MFLOPs a token")
     say(f"data   {data.folder}: {there:,} tokens, seen {tokens / there:.2f} times")
     say(f"steps  {steps:,} of {B} × {length} tokens; {place.world} × {size} sequences at once")
     say(f"on     {place.device.type}, {torch.get_num_threads()} threads a process, {args['dtype']}")

@@ -23,12 +23,14 @@ BATCH_GROUP = 32  # sequences that share a depth under granularity "batch": the 
 
 def poisson_quantile(u: np.ndarray, mean: np.ndarray | float) -> np.ndarray:
     """Smallest k with P(Poisson(mean) <= k) > u: exact inverse-CDF sampling, elementwise."""
-    mean = np.broadcast_to(np.asarray(mean, np.float64), u.shape)
+    mean = np.asarray(mean, np.float64)
+    mean = np.broadcast_to(mean, u.shape)
     k = np.zeros(u.shape, np.int64)
     log_p = -mean  # as logarithms: exp(-mean) is 0 for means above 745
     cdf = np.exp(log_p)
     top = mean.max()
-    largest = int(top + 40 * math.sqrt(top + 1)) + 1
+    deviations = 40 * math.sqrt(top + 1)
+    largest = int(top + deviations) + 1
     for i in range(1, largest + 1):
         more = u >= cdf
         if not more.any():
@@ -58,7 +60,8 @@ def full(mu_rec, mu_bwd, u, v):
 
 def fill(mu_rec, mu_bwd, u, v):
     """Geiping et al.: n ~ Poisson(mu_rec - mu_bwd), and always mu_bwd loops with gradient."""
-    return poisson_quantile(u, mu_rec - mu_bwd), np.full(u.shape, mu_bwd)
+    n = poisson_quantile(u, mu_rec - mu_bwd)
+    return n, np.full(u.shape, mu_bwd)
 
 
 def lognormal_fill(mu_rec, mu_bwd, u, v):
@@ -68,12 +71,14 @@ def lognormal_fill(mu_rec, mu_bwd, u, v):
     x = torch.from_numpy(2 * v - 1)
     normal = math.sqrt(2) * torch.erfinv(x).numpy()
     rate = np.exp(0.5 * normal - 0.125) * (mu_rec - mu_bwd)
-    return poisson_quantile(u, rate) + 1, np.full(u.shape, mu_bwd)
+    n = poisson_quantile(u, rate) + 1
+    return n, np.full(u.shape, mu_bwd)
 
 
 def fixed(mu_rec, mu_bwd, u, v):
     """Always mu_rec loops: the post's "no-SD" probe."""
-    return np.full(u.shape, mu_rec - mu_bwd), np.full(u.shape, mu_bwd)
+    n = np.full(u.shape, mu_rec - mu_bwd)
+    return n, np.full(u.shape, mu_bwd)
 
 
 DEPTH_LAWS = {
@@ -123,7 +128,9 @@ def sample_depths(cfg, seed: int, step: int, batch: int) -> tuple[np.ndarray, np
     """
     key = hash_key(seed, FOR_DEPTH, step)
     index = GRANULARITIES[cfg.granularity](batch, cfg.seq_len)
-    return draw(cfg, uniforms(key, index), uniforms(hash_key(key, 2), index))
+    u = uniforms(key, index)
+    v = uniforms(hash_key(key, 2), index)
+    return draw(cfg, u, v)
 
 
 def even_draws(law: str, mu_rec: int, mu_bwd: int) -> tuple[np.ndarray, np.ndarray]:
@@ -133,7 +140,8 @@ def even_draws(law: str, mu_rec: int, mu_bwd: int) -> tuple[np.ndarray, np.ndarr
     u = (index + 0.5) / points
     # the golden ratio's multiples fill (0, 1) evenly, whatever u is
     v = (index * 0.6180339887498949 + 0.5) % 1.0
-    return DEPTH_LAWS[law](mu_rec, mu_bwd, u, np.clip(v, 1e-6, 1 - 1e-6))
+    v = np.clip(v, 1e-6, 1 - 1e-6)
+    return DEPTH_LAWS[law](mu_rec, mu_bwd, u, v)
 
 
 @functools.cache
@@ -160,7 +168,9 @@ def deepest(cfg, batch: int) -> tuple[np.ndarray, np.ndarray]:
     """(n, k) of sequences at a depth that almost no draw exceeds (one in ten million of Poisson laws);
     memory is tried at this depth.
     """
-    return draw(cfg, np.full(batch, 1 - 1e-7), np.full(batch, 1 - 1e-5))
+    u = np.full(batch, 1 - 1e-7)
+    v = np.full(batch, 1 - 1e-5)
+    return draw(cfg, u, v)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -181,7 +191,8 @@ class Loop:
 def even_plan(batch: int, depth: int, device) -> Iterator[Loop]:
     """As many loops of all sequences alike, without gradient."""
     for number in range(depth):
-        yield Loop(number, active=batch, index=torch.full((batch,), number, device=device))
+        index = torch.full((batch,), number, device=device)
+        yield Loop(number, batch, index)
 
 
 def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
@@ -217,7 +228,9 @@ def training_plan(n: np.ndarray, k: np.ndarray, device) -> list[Loop]:
     loops = []
     for number, taking in enumerate(takes):
         active = int(taking.sum()) if n.ndim == 1 else len(n)
-        loops.append(Loop(number, active, index[number, :active], gradient=number >= n.max()))
+        loop = Loop(number, active, index[number, :active])
+        loop.gradient = number >= n.max()
+        loops.append(loop)
     if n.ndim == 2:
         masks = to_device(torch.from_numpy(np.stack(takes)), device)
         for loop, live in zip(loops, masks, strict=True):

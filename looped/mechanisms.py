@@ -41,7 +41,8 @@ def at_index(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of a learned table (Q, D) for loop indices (B,) or (B, T), beyond the table its last:
     (B, 1, D) or (B, T, D).
     """
-    found = table[index.clamp(max=table.size(0) - 1)]
+    last = table.size(0) - 1
+    found = table[index.clamp(max=last)]
     return found.unsqueeze(1) if index.dim() == 1 else found
 
 
@@ -53,7 +54,8 @@ def inverse_rms(x: torch.Tensor) -> torch.Tensor:
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    return (norm.square() / x.size(-1) + EPS).rsqrt()
+    mean_square = norm.square() / x.size(-1)
+    return (mean_square + EPS).rsqrt()
 
 
 def pad_batch(x: torch.Tensor, batch: int, value: float) -> torch.Tensor:
@@ -103,7 +105,8 @@ class AttnRes(PlainLoop):
         """v (R, T, D) and its scores under every query (R, T, Q): one matrix product instead of one
         read per loop.
         """
-        products = F.linear(v, self.query.to(v.dtype))
+        query = self.query.to(v.dtype)
+        products = F.linear(v, query)
         return v, products * inverse_rms(v)
 
     def start(self, h):
@@ -122,7 +125,8 @@ class AttnRes(PlainLoop):
         active, tokens = h.shape[:2]
         history.append(self.entry(core(h) - h))
         query = index.clamp(max=self.query.size(0) - 1)
-        own = query.view(-1, 1, 1).expand(-1, tokens, 1)
+        own = query.view(-1, 1, 1)
+        own = own.expand(-1, tokens, 1)
         scores = []
         for _, score in history:
             known = score[:active]
@@ -171,7 +175,8 @@ class HyperConnected(PlainLoop):
         return torch.cat([read, write, keep])
 
     def start(self, h):
-        return h.unsqueeze(2).repeat(1, 1, self.streams, 1), []  # (B, T, S, D)
+        streams = h.unsqueeze(2).repeat(1, 1, self.streams, 1)  # (B, T, S, D)
+        return streams, []
 
     def step(self, s, history, index, core):
         """s (R, T, S, D), index (R,) -> the streams after the loop. Gates and sums are float32,
@@ -183,7 +188,8 @@ class HyperConnected(PlainLoop):
         gates = (z + self.bias).sigmoid().unsqueeze(-1)  # (R, T, 3 S, 1)
         a, b, r = gates.chunk(3, 2)
         c = (a * s).sum(2).to(s.dtype)  # (R, T, D)
-        u = core(c) - c + at_index(self.phase, index)
+        u = core(c) - c
+        u = u + at_index(self.phase, index)
         written = 2 * b * u.unsqueeze(2)
         return (r * s + written).to(s.dtype)
 

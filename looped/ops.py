@@ -22,7 +22,9 @@ def parameter(shape, init: Callable, muon: bool = False, lr: float = 1.0) -> nn.
     trains it, if Muon is used; lr: a multiple of its optimiser's learning rate.
     """
     p = nn.Parameter(torch.empty(shape))
-    p.init, p.muon, p.lr = init, muon, lr
+    p.init = init
+    p.muon = muon
+    p.lr = lr
     return p
 
 
@@ -50,7 +52,12 @@ def uniform_by_width(shape, generator) -> torch.Tensor:
 
 def constant(value) -> Callable:
     """The initial value is this number, or tensor."""
-    return lambda shape, generator: torch.as_tensor(value, dtype=torch.float32).expand(shape)
+    value = torch.as_tensor(value, dtype=torch.float32)
+
+    def draw(shape, generator) -> torch.Tensor:
+        return value.expand(shape)
+
+    return draw
 
 
 def orthogonal(std: float) -> Callable:
@@ -81,7 +88,8 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 def preceding(x: torch.Tensor) -> torch.Tensor:
     """x (B, H, T, D/H) -> the same shape: for each token its predecessor's entry, 0 for the first."""
-    return F.pad(x, (0, 0, 1, 0))[:, :, :-1]
+    later = F.pad(x, (0, 0, 1, 0))
+    return later[:, :, :-1]
 
 
 def shift_values(k, v):
@@ -100,8 +108,10 @@ def shift_keys(k, v):
     """
     # `rope` pairs channel c with c + D/2H, and turns the first pairs fastest
     fast, _, fast_partner, _ = k.chunk(4, dim=-1)
-    _, slow, _, slow_partner = preceding(k).chunk(4, dim=-1)
-    return torch.cat([fast, slow, fast_partner, slow_partner], dim=-1), v
+    before = preceding(k)
+    _, slow, _, slow_partner = before.chunk(4, dim=-1)
+    k = torch.cat([fast, slow, fast_partner, slow_partner], dim=-1)
+    return k, v
 
 
 def attends_by_products(device: str, dtype: torch.dtype, tokens: int) -> bool:
@@ -121,11 +131,16 @@ def attend(q, k, v, mask: torch.Tensor | None = None):
     if not attends_by_products(q.device.type, q.dtype, tokens):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # scores are rounded to bfloat16, as every other activation is
-    later = torch.full((tokens, tokens), -math.inf, dtype=q.dtype).triu(1)
+    later = torch.full((tokens, tokens), -math.inf, dtype=q.dtype)
+    later = later.triu(1)
     scale = q.size(3) ** -0.5
-    scores = torch.baddbmm(later, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)  # (B H, T, T)
-    y = scores.softmax(-1) @ v.flatten(0, 1)
-    return y.view(q.shape)
+    shape = q.shape
+    q = q.flatten(0, 1)  # (B H, T, D/H)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
+    scores = torch.baddbmm(later, q, k.mT, alpha=scale)  # (B H, T, T)
+    y = scores.softmax(-1) @ v
+    return y.view(shape)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -157,10 +172,12 @@ def hashed_normal(
     if key.device.type == "mps":
         if positions is not None:
             positions = positions.cpu()
-        return hashed_normal(key.cpu(), tokens, width, std, cut, positions).to(key.device)
+        made = hashed_normal(key.cpu(), tokens, width, std, cut, positions)
+        return made.to(key.device)
     index = torch.arange(tokens * width, device=key.device, dtype=torch.int64)
     if positions is not None:
-        index = (positions[:, None] * width + index[:width]).flatten()
+        index = positions[:, None] * width + index[:width]
+        index = index.flatten()
     # key + index · GOLDEN modulo 2^64. As a signed number GOLDEN is -c; and ~index is -index - 1, so
     # that c + ~index · c is -index · c, which is index · GOLDEN. The plain product would not do:
     # Inductor makes it one of 32-bit integers, which Triton refuses.
@@ -169,7 +186,8 @@ def hashed_normal(
     z = (z ^ logical_shift(z, 30)) * signed(FACTOR_1)
     z = (z ^ logical_shift(z, 27)) * signed(FACTOR_2)
     low = (z ^ (z >> 31)) & 0xFFFFFF
-    u = (low.to(torch.float32) + 0.5) * (2.0**-23) - 1.0  # (-1, 1]
+    low = low.to(torch.float32)
+    u = (low + 0.5) * (2.0**-23) - 1.0  # (-1, 1]
     root = math.sqrt(2)
     inside = u * math.erf(cut / root)
     x = torch.erfinv(inside) * (std * root)

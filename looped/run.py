@@ -44,7 +44,8 @@ def step_of(path: Path) -> int:
 
 def checkpoints(folder) -> list[Path]:
     """A run's checkpoints, oldest first."""
-    return sorted(Path(folder).glob("step_" + "[0-9]" * 7 + ".pt"))
+    name = "step_" + "[0-9]" * 7 + ".pt"
+    return sorted(Path(folder).glob(name))
 
 
 def newest_checkpoint(folder) -> Path | None:
@@ -92,9 +93,8 @@ def restore(folder: Path, model, optimizer) -> int:
 
 def decisive(config: dict) -> dict:
     """What must stay when a run is continued."""
-    flags = {name: value for name, value in config["args"].items() if name not in MAY_CHANGE}
-    rows = {"rows (--data)": config["data"]["sha256"][:16]}
-    return config["model"] | flags | rows
+    settings = config["model"] | config["args"] | {"rows (--data)": config["data"]["sha256"][:16]}
+    return {name: value for name, value in settings.items() if name not in MAY_CHANGE}
 
 
 def begun_config(folder: Path, resume: bool) -> dict | None:
@@ -112,8 +112,10 @@ def check_same_settings(folder: Path, begun: dict, config: dict) -> None:
     now = decisive(config)
     changed = []
     for name, was in decisive(begun).items():
-        if now.get(name) != was:
-            changed.append(f"{name.replace('_', '-')} {was} (now {now.get(name)})")
+        value = now.get(name)
+        if value != was:
+            flag = name.replace("_", "-")
+            changed.append(f"{flag} {was} (now {value})")
     if changed:
         fail(
             f"{folder} was begun with other settings: {', '.join(changed)}; repeat them, or name "
@@ -185,7 +187,8 @@ class RunLog:
         numbers = numbers | speed | {"mem_gb": peak_memory(self.place.device)}
         self.record("train", step, **numbers)
         if step % 10 == 0 or step in (1, self.steps):
-            left = (self.steps - step) * (now - self.began) / (step - self.first)
+            pace = (now - self.began) / (step - self.first)
+            left = (self.steps - step) * pace
             self.show(step, numbers | {"minutes_left": left / 60})
 
     def show(self, step: int, numbers: dict) -> None:
@@ -193,8 +196,11 @@ class RunLog:
         if peak:
             flops = numbers["tok_s"] * self.config["flops_per_token"]
             numbers["mfu"] = flops / (peak * self.place.world)
-        parts = [text.format(numbers[name]) for name, text in COLUMNS.items() if name in numbers]
-        self.place.say(f"step {step:6d}/{self.steps}  " + "  ".join(parts))
+        parts = [f"step {step:6d}/{self.steps}"]
+        for name, text in COLUMNS.items():
+            if name in numbers:
+                parts.append(text.format(numbers[name]))
+        self.place.say("  ".join(parts))
 
     def close(self) -> None:
         if self.place.rank == 0:
@@ -218,7 +224,9 @@ def read_log(path) -> Log:
     """A run's log; of a step that was repeated after --resume the last record counts. Numbers that
     were not finite, null in the file, are NaN.
     """
-    file = Path(path) / "log.jsonl" if Path(path).is_dir() else Path(path)
+    file = Path(path)
+    if file.is_dir():
+        file = file / "log.jsonl"
     found = {"train": {}, "eval": {}, "start": {}, "core": {}}
     for line in file.read_text().splitlines():
         try:
@@ -228,16 +236,25 @@ def read_log(path) -> Log:
         kind = record.pop("kind")
         step = record["step"]
         if kind == "train":
-            record = {name: math.nan if x is None else x for name, x in record.items()}
+            record = with_nan(record)
         elif kind == "eval":
-            record |= {name: by_depth(record[name]) for name in ("loss", "bpb")}
+            record["loss"] = by_depth(record["loss"])
+            record["bpb"] = by_depth(record["bpb"])
         elif kind == "start":  # a run that began again from an earlier step
-            found[kind] = {at: start for at, start in found[kind].items() if at < step}
+            starts = found[kind].items()
+            found[kind] = {at: start for at, start in starts if at < step}
         found[kind][step] = record
-    by_step = {kind: [steps[step] for step in sorted(steps)] for kind, steps in found.items()}
-    return Log(by_step["train"], by_step["eval"], by_step["start"])
+    return Log(in_order(found["train"]), in_order(found["eval"]), in_order(found["start"]))
+
+
+def in_order(by_step: dict) -> list[dict]:
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def with_nan(values: dict) -> dict:
+    return {name: math.nan if x is None else x for name, x in values.items()}
 
 
 def by_depth(values: dict) -> dict[int, float]:
     """JSON's keys are strings."""
-    return {int(depth): math.nan if x is None else x for depth, x in values.items()}
+    return {int(depth): x for depth, x in with_nan(values).items()}

@@ -187,7 +187,7 @@ def test_logits_equal_the_references(change):
     assert (ours - slow).abs().max() < 4e-6 * slow.abs().max()
 
 
-def test_import_export_import_keeps_every_bit(folder, tokenizer, tmp_path, capsys):
+def test_import_export_import_keeps_every_bit(folder, tokenizer, tmp_path):
     one, out, two = tmp_path / "one", tmp_path / "out", tmp_path / "two"
     convert.main(["import", str(folder), str(one), "--tokenizer", str(tokenizer)])
     convert.main(["export", str(one), str(out)])
@@ -201,10 +201,6 @@ def test_import_export_import_keeps_every_bit(folder, tokenizer, tmp_path, capsy
     assert a.residual_dtype == b.residual_dtype == torch.float32  # as the authors'
     for run in (one, two):
         assert (run / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"my_gain": 2}))
-    words = ["import", str(out), str(tmp_path / "three")]
-    refused(capsys, lambda: convert.main(words), "no setting my_gain")
 
 
 def trained_by_the_library(texts):
@@ -253,25 +249,10 @@ def test_a_tokenizer_that_would_read_otherwise_is_refused(folder, change):
         convert.tokenizer_from_hf(data | change)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"norm_eps": 1e-6}, "norm_eps 1e-06"),
-    ({"num_key_value_heads": 1}, "num_key_value_heads 1"),
-    ({"use_magic": 7}, "use_magic 7 is not implemented"),
-    ({"n_embd": None}, "lacks n_embd"),
-    ({"n_layers_in_my_part": 2}, "n_layers_in_my_part 2"),
-])  # fmt: skip
-def test_settings_that_are_not_implemented_are_refused_by_name(
-    folder, tokenizer, capsys, change, message
-):
-    (folder / "config.json").write_text(json.dumps(settings(**change)))
-    words = ["import", str(folder), str(folder.parent / "run"), "--tokenizer", str(tokenizer)]
-    refused(capsys, lambda: convert.main(words), message)
-
-
-def test_a_head_of_its_own_is_refused(capsys):
-    state = reference_state(settings()) | {"lm_head.weight": torch.zeros(V, D)}
-    cfg = convert.reference_config(settings())
-    refused(capsys, lambda: convert.from_reference(state, cfg), "only tied heads")
+@pytest.mark.parametrize("change", [{"norm_eps": 1e-6}, {"num_key_value_heads": 1}, {"magic": 7}])
+def test_settings_that_are_not_implemented_are_refused_by_name(change, capsys):
+    (name,) = change
+    refused(capsys, lambda: convert.reference_config(settings(**change)), f"{name} {change[name]}")
 
 
 def test_settings_and_names_that_the_tests_above_leave_alone():
@@ -280,7 +261,5 @@ def test_settings_and_names_that_the_tests_above_leave_alone():
         assert cfg.granularity == ours
     for rope, base in ((None, 50_000), ({"rope_base": 10_000}, 10_000)):
         assert convert.reference_config(settings(rope_settings=rope)).rope_theta == base
-    state = reference_state(settings())
-    wrapped = {f"_orig_mod.{name}": w for name, w in state.items()}  # as torch.compile names them
-    ours = convert.from_reference(wrapped, convert.reference_config(settings()))
-    assert torch.equal(ours["wte.weight"], state["transformer.wte.weight"])
+    compiled = "_orig_mod.transformer.wte.weight"  # as torch.compile names it
+    assert convert.our_name(compiled, cfg) == "wte.weight"

@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import refused
+from helpers import small_model
 
 from core_eval import open_run
 from looped.common import file_hash
@@ -29,16 +28,6 @@ SHAPES = {
     "rdm": dataclasses.replace(PRESETS["rdm-nano"], **SMALL),
     "flat": dataclasses.replace(PRESETS["transformer-nano"], **SMALL),
 }
-
-
-def make(cfg, dtype=torch.float64) -> Model:
-    model = Model(cfg)
-    model.init_weights(0)
-    generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():  # a weight of zero would hide errors
-        p.data.add_(0.1 * torch.randn(p.shape, generator=generator))
-    model.dtype = dtype
-    return model.to(dtype)
 
 
 def texts(*lengths):
@@ -103,7 +92,7 @@ class Twice(Model):
 
 
 def test_a_core_that_runs_twice_a_loop_has_keys_of_each_run():
-    model = make(LOOP)
+    model = small_model(LOOP, 0.1)
     model.__class__ = Twice
     ids, keys = batch(1, 8)
     cache = KVCache(model, 12, 5)
@@ -113,7 +102,7 @@ def test_a_core_that_runs_twice_a_loop_has_keys_of_each_run():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_cache_equals_none_token_by_token(name):
-    model = make(SHAPES[name])
+    model = small_model(SHAPES[name], 0.1)
     ids, keys = batch(2, 8)
     depth = Depth(4 if model.cfg.n_core else 0)
     cache = KVCache(model, 12, depth.loops)
@@ -133,7 +122,7 @@ def test_exits_equal_their_definition(threshold):
     depth = Depth(7, threshold)
     seen = set()
     for name in ("three core layers", "rdm", "value shift"):
-        model = make(SHAPES[name])
+        model = small_model(SHAPES[name], 0.1)
         hidden, taken = read(model, ids, keys, KVCache(model, 12, 7), depth)
         logits = model.head(hidden).log_softmax(-1)
         for i in range(3):
@@ -146,7 +135,7 @@ def test_exits_equal_their_definition(threshold):
 
 @pytest.mark.parametrize("name", ["plain", "attnres", "hyper"])
 def test_threshold_0_is_the_fixed_depth_and_a_huge_one_the_least(name):
-    model = make(SHAPES[name])
+    model = small_model(SHAPES[name], 0.1)
     ids, keys = batch(2, 5)
     for depth, loops in ((Depth(6, 0.0), 6), (Depth(6, 1e9), 2)):
         hidden, taken = read(model, ids, keys, KVCache(model, 12, 6), depth)
@@ -154,64 +143,42 @@ def test_threshold_0_is_the_fixed_depth_and_a_huge_one_the_least(name):
         assert torch.allclose(hidden, model.hidden(ids, loops, keys), atol=1e-10)
 
 
-def test_threshold_0_leaves_no_loop_where_rounding_makes_the_change_negative():
-    model = make(LOOP, torch.float32)
-    ids, keys = batch(2, 4)
-    _, taken = read(model, ids, keys, KVCache(model, 12, 40), Depth(40, 0.0))
-    assert (taken == 40).all()
-
-
-def generate(model, prompt, keys, depth, stop=(), **how):
-    """-> the new tokens of each row, and the loops of all tokens read."""
-    rows, loops = [[] for _ in keys], []
-    for event, taken in sample.draw(model, prompt, keys, depth, Sampling(**how), stop):
-        loops += taken.flatten().tolist()
-        for i, token in event.items():
-            rows[i].append(token)
-    return rows, loops
+def generate(model, prompt, keys, depth, **how):
+    """The new tokens of each row."""
+    steps = [tokens for tokens, _ in sample.draw(model, prompt, keys, depth, Sampling(**how))]
+    return [list(row) for row in zip(*steps, strict=True)]
 
 
 @pytest.mark.parametrize("depth", [Depth(4), Depth(8, 1e-4)])
 def test_a_sample_depends_on_no_other_row(depth):
-    model = make(LOOP)
+    model = small_model(LOOP, 0.1)
     prompts, keys = texts(3, 7)
     for prompt in prompts:
-        together, _ = generate(model, prompt, keys, depth, tokens=5)
+        together = generate(model, prompt, keys, depth, tokens=5)
         for key, made in zip(keys, together, strict=True):
-            assert generate(model, prompt, [key], depth, tokens=5)[0] == [made]
+            assert generate(model, prompt, [key], depth, tokens=5) == [made]
             longer = prompt + made[:2]  # the position decides, not when it was asked
-            assert generate(model, longer, [key], depth, tokens=3)[0] == [made[2:]]
+            assert generate(model, longer, [key], depth, tokens=3) == [made[2:]]
 
 
 @pytest.mark.parametrize("name", ["three core layers", "flat", "hyper"])
 def test_greedy_text_is_the_argmax_of_the_whole_text_read_anew(name):
-    model = make(SHAPES[name])
+    model = small_model(SHAPES[name], 0.1)
     loops = 4 if model.cfg.n_core else 0
     (prompt,), _ = texts(3)
     keys = [hash_key(7, FOR_SAMPLE, i) for i in range(2)]
-    rows, _ = generate(model, prompt, keys, Depth(loops), tokens=6, temperature=0)
+    rows = generate(model, prompt, keys, Depth(loops), tokens=6, temperature=0)
     whole = torch.tensor([prompt + made for made in rows])
     likeliest = model(whole, loops, seed=7).argmax(-1)
     assert likeliest[:, len(prompt) - 1 : -1].tolist() == rows
 
 
-def test_more_tokens_than_positions_are_refused():
-    with pytest.raises(ValueError, match="13 tokens; the model takes 12"):
-        make(LOOP)(torch.zeros(1, 13, dtype=torch.int64))
-
-
-def test_a_row_ends_at_a_stop_at_its_tokens_and_at_the_end_of_the_context(capsys):
-    model = make(LOOP)
-    prompts, keys = texts(2, 10, 12)
-    for prompt, count in zip(prompts, (11, 3, 1), strict=True):
-        out, loops = generate(model, prompt, keys, Depth(4), tokens=20)
-        assert [len(made) for made in out] == [count] * 3
-        assert loops == [4] * 36  # a last token is never read
-        assert "the context of 12 tokens is full" in capsys.readouterr().err
-    out, _ = generate(model, prompts[0], keys, Depth(4), tokens=20)
-    stop = out[0][4]
-    cut, _ = generate(model, prompts[0], keys, Depth(4), tokens=20, stop={stop})
-    assert cut == [made[: made.index(stop)] if stop in made else made for made in out]
+@pytest.mark.parametrize("length, count", [(2, 11), (10, 3), (12, 1)])
+def test_a_text_ends_with_the_context(length, count, capsys):
+    (prompt,), keys = texts(length)
+    (made,) = generate(small_model(LOOP, 0.1), prompt, keys, Depth(4), tokens=20)
+    assert len(made) == count  # a last token is never read
+    assert "the context of 12 tokens is full" in capsys.readouterr().err
 
 
 P = np.array([0.08, 0.5, 0.3, 0.02, 0.1])
@@ -230,45 +197,33 @@ def test_pick_follows_the_law_it_is_asked_for(how, weights):
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch):
-    """Calls tools.sample on a run whose tokens are bytes."""
+def run(tmp_path):
+    """A run directory whose tokens are bytes."""
     cfg = dataclasses.replace(LOOP, vocab_size=259)
-    monkeypatch.chdir(tmp_path)
-    Path("run").mkdir()
-    save_tokenizer("run/tokenizer.json", [bytes([i]) for i in range(256)])
-    torch.save({"model": make(cfg, torch.float32).state_dict()}, "run/step_0000001.pt")
-    tokenizer = {"path": "elsewhere", "sha256": file_hash("run/tokenizer.json")}
-    config = {"model": dataclasses.asdict(cfg), "tokenizer": tokenizer, "data": {"path": "rows"}}
-    Path("run/config.json").write_text(json.dumps(config))
-
-    def run(*words):
-        sample.main(["run", "--device", "cpu", *words])
-
-    return run
+    save_tokenizer(tmp_path / "tokenizer.json", [bytes([i]) for i in range(256)])
+    weights = small_model(cfg, 0.1).float().state_dict()
+    torch.save({"model": weights}, tmp_path / "step_0000001.pt")
+    tokenizer = {"path": "elsewhere", "sha256": file_hash(tmp_path / "tokenizer.json")}
+    config = {"model": dataclasses.asdict(cfg), "tokenizer": tokenizer}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
 
 
-def test_several_samples_are_those_made_one_by_one(call, capsys):
-    call("--prompt", "ab", "--max-tokens", "4")
-    one = capsys.readouterr()
-    assert one.out.startswith("ab") and one.err.startswith("4 tokens, ")
-    call("--prompt", "ab", "--max-tokens", "4", "--prompt", "xyz", "--num", "2")
-    many = capsys.readouterr().out
-    assert many.startswith("--- sample 1\n" + one.out) and many.count("---") == 4
-    call("--prompt", "", "--max-tokens", "4")  # the beginning of a text
-    assert capsys.readouterr().err.startswith("4 tokens, ")
+def test_the_program_prints_the_texts_that_generate_returns(run, capsys):
+    model, enc, _ = open_run(run, torch.device("cpu"))
+    line = f"{run} --device cpu --prompt ab --max-tokens 4 --temperature 0.8 --top-p 0.95".split()
+    text = "ab" + sample.generate(model, enc, "ab", how=Sampling(0.8, 0, 0.95, 4))
+    sample.main(line)
+    assert capsys.readouterr().out == f"{text}\n"
+    sample.main([*line, "--num", "2"])
+    assert capsys.readouterr().out.startswith(f"--- sample 1\n{text}\n--- sample 2\nab")
 
 
-@pytest.mark.parametrize("words, says", [
-    ("--depth 4", "required: --prompt"), ("--depth x --prompt a", "argument --depth"),
-    ("--prompt a --top-p 1.5", "top_p 1.5"), ("--prompt a --temperature -1", "temperature -1"),
-    ("--prompt a --top-k -2", "top_k -2"),
-])  # fmt: skip
-def test_a_mistake_is_one_line(words, says, call, capsys):
-    refused(capsys, lambda: call(*words.split()), says)
-
-
-def test_a_text_in_python_is_that_of_the_program(call, capsys):
-    call("--prompt", "ab", "--depth", "3", "--max-tokens", "4", "--temperature", "0")
-    model, enc, _ = open_run("run", torch.device("cpu"))
-    how = Sampling(temperature=0, tokens=4)
-    assert capsys.readouterr().out.rstrip("\n") == "ab" + sample.generate(model, enc, "ab", 3, how)
+def test_a_text_ends_before_a_special_token(run):
+    model, enc, _ = open_run(run, torch.device("cpu"))
+    how = Sampling(tokens=8)
+    (whole,), _ = sample.complete(model, enc, "ab", [1], Depth(5), how)
+    enc.encode_single_token = {"<|bos|>": 256, "<|eos|>": whole[3], "<|pad|>": 258}.get
+    (cut,), loops = sample.complete(model, enc, "ab", [1], Depth(5), how)
+    assert cut == whole[: whole.index(whole[3])]
+    assert loops == [5] * (3 + len(cut))

@@ -33,6 +33,7 @@ from tools.figures import (
     Plot,
     depth_plot,
     figure,
+    fmt,
     half_width,
     plus_minus,
     t_quantile,
@@ -99,12 +100,13 @@ class Pair:
 
     def losses(self) -> dict[int, np.ndarray]:
         """{depth: last val losses (2, seeds), the base's and the edit's}"""
-        sides = list(zip(*self.runs()))
-        depths = set.intersection(*(set(runs[0].last["loss"]) for runs in sides))
+        base, edit = zip(*self.runs())
+        depths = base[0].last["loss"].keys() & edit[0].last["loss"].keys()
         found = {}
         for depth in sorted(depths):
-            values = [[run.last["loss"][depth] for run in runs] for runs in sides]
-            found[depth] = np.array(values)
+            before = [run.last["loss"][depth] for run in base]
+            after = [run.last["loss"][depth] for run in edit]
+            found[depth] = np.array([before, after])
         return found
 
 
@@ -115,7 +117,8 @@ class Pair:
 def git(*command, cwd=None) -> bytes:
     done = subprocess.run(["git", *command], capture_output=True, cwd=cwd or ROOT)
     if done.returncode:
-        fail(f"git {command[0]}: {done.stderr.decode().strip()}")
+        error = done.stderr.decode().strip()
+        fail(f"git {command[0]}: {error}")
     return done.stdout
 
 
@@ -128,7 +131,8 @@ def copy_commit(ref: str, copy: Path) -> Path:
 
 def copy_tree(copy: Path) -> Path:
     """The working tree, files that are not yet added included."""
-    for name in git("ls-files", "-co", "--exclude-standard", "--", *COPIED).decode().splitlines():
+    names = git("ls-files", "-co", "--exclude-standard", "--", *COPIED).decode()
+    for name in names.splitlines():
         if (ROOT / name).exists():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
@@ -148,17 +152,22 @@ def difference_of(base: Path, edit: Path) -> str:
 
 def functions(copy: Path) -> dict[str, str]:
     """{syntax tree: name} of the functions that can decide a training's numbers."""
-    nodes = []
+    found = {}
     for file in deciding_files(copy):
-        nodes += ast.walk(ast.parse(file.read_bytes()))
-    return {ast.dump(node): node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        tree = ast.parse(file.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                found[ast.dump(node)] = node.name
+    return found
 
 
 def first_change(base: Path, edit: Path) -> str:
     """What an edit is called: the first function that is new or changed, if there is one."""
     before = functions(base)
-    changed = [name for tree, name in functions(edit).items() if tree not in before]
-    return (changed or ["edit"])[0]
+    for tree, name in functions(edit).items():
+        if tree not in before:
+            return name
+    return "edit"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -167,7 +176,9 @@ def first_change(base: Path, edit: Path) -> str:
 
 def seed_list(text: str) -> list[int]:
     """4, or 0,1,2,3"""
-    return ints(text) if "," in text else list(range(positive_int(text)))
+    if "," in text:
+        return ints(text)
+    return list(range(positive_int(text)))
 
 
 def slug(name: str) -> str:
@@ -268,10 +279,14 @@ def train_arms(pairs: list[Pair], page: Path, args) -> None:
     """Fills in the arms' runs, with a line for each pair that has ended, and links to them beside
     the page. An arm that fails ends the program.
     """
-    arms = {arm.name: arm for pair in pairs for arm in (pair.base, pair.edit)}
+    arms = {}
+    for pair in pairs:
+        arms[pair.base.name] = pair.base
+        arms[pair.edit.name] = pair.edit
     folders = {}
     for name, arm in arms.items():
-        folders[name] = folder_of(code_hash(arm.code), arm.flags, rows_of(arm.flags))
+        rows = rows_of(arm.flags)
+        folders[name] = folder_of(code_hash(arm.code), arm.flags, rows)
     jobs = []
     for seed, (name, arm) in itertools.product(args.seeds, arms.items()):
         folder = Path(f"{folders[name]}-s{seed}")
@@ -301,7 +316,8 @@ def say_pair(pair: Pair, seed: int) -> None:
         a = pair.base.runs[seed].loss
         b = pair.edit.runs[seed].loss
         losses = f"{pair.base.name} {a:.4f}, {pair.edit.name} {b:.4f}"
-        say(f"seed {seed}: {losses}, difference {b - a:+.4f}")
+        difference = f"{b - a:+.4f}"
+        say(f"seed {seed}: {losses}, difference {difference}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -345,8 +361,8 @@ def answer(pair: Pair) -> str:
 def depth_table(pair: Pair) -> list[str]:
     rows = []
     for depth, (a, b) in pair.losses().items():
-        means = [f"{losses.mean():.4f}" for losses in (a, b)]
-        rows.append([depth, *means, plus_minus(b - a, "+.4f")])
+        difference = plus_minus(b - a, "+.4f")
+        rows.append([depth, fmt(a.mean()), fmt(b.mean()), difference])
     return table(["loops", pair.base.name, pair.edit.name, "difference"], rows)
 
 
@@ -354,8 +370,10 @@ def cost_table(pair: Pair) -> list[str]:
     """What a training takes, the median over seeds."""
     rows = []
     for name, form in COSTS.items():
-        a, b = (median_cost(arm, name) for arm in (pair.base, pair.edit))
-        rows.append([name, f"{a:{form}}", f"{b:{form}}", f"{b / a - 1:+.1%}"])
+        a = median_cost(pair.base, name)
+        b = median_cost(pair.edit, name)
+        change = b / a - 1
+        rows.append([name, format(a, form), format(b, form), f"{change:+.1%}"])
     return table(["cost", pair.base.name, pair.edit.name, "change"], rows)
 
 
@@ -366,8 +384,10 @@ def median_cost(arm: Arm, name: str) -> float:
 def sweep_table(swept: list[Pair]) -> list[str]:
     rows = []
     for pair in swept:
-        losses = [f"{arm.mean_loss():.4f}" for arm in (pair.base, pair.edit)]
-        rows.append([pair.edit.name, *losses, plus_minus(pair.differences(), "+.4f")])
+        base = fmt(pair.base.mean_loss())
+        edit = fmt(pair.edit.mean_loss())
+        difference = plus_minus(pair.differences(), "+.4f")
+        rows.append([pair.edit.name, base, edit, difference])
     return table(["val loss with", "base", "edit", "difference"], rows)
 
 
@@ -387,12 +407,14 @@ def depth_picture(pair: Pair) -> Plot:
 def difference_picture(pair: Pair) -> Plot:
     """The difference of the val losses at mu_rec over training."""
     gaps = []  # by seed, then by validation
-    for runs in pair.runs():
-        a, b = ([record["loss"][run.depth] for record in run.evals] for run in runs)
-        points = min(len(a), len(b))
-        gaps.append(np.subtract(b[:points], a[:points]))
-    records = pair.runs()[0][0].evals[: len(gaps[0])]
-    times = np.array([record["tokens"] for record in records]) / 1e6
+    for base, edit in pair.runs():
+        tokens = []
+        gap = []
+        for a, b in zip(base.evals, edit.evals):
+            tokens.append(a["tokens"])
+            gap.append(b["loss"][edit.depth] - a["loss"][base.depth])
+        gaps.append(gap)
+    times = np.array(tokens) / 1e6
     halves = [half_width(values) for values in np.transpose(gaps)]
     curves = [(times, 0 * times), (times, np.mean(gaps, 0))]
     label = f"difference from {pair.base.name}, nats/token"
@@ -418,7 +440,8 @@ def report(swept: list[Pair], folder: Path) -> tuple[str, list[str]]:
 
 def hints(pair: Pair, diff: str) -> list[str]:
     """Where the rates may be part of the edit."""
-    before, after = (median_cost(arm, "parameters") for arm in (pair.base, pair.edit))
+    before = median_cost(pair.base, "parameters")
+    after = median_cost(pair.edit, "parameters")
     trains_otherwise = re.search(r"^\+\+\+ edit/(muon|train)\.py", diff, re.M)
     return [RATES_HINT, ""] if before != after or trains_otherwise else []
 

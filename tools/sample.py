@@ -124,8 +124,12 @@ def read(model, ids, keys, cache: KVCache, depth: Depth):
     """
     if depth.threshold is not None:
         # one by one: each sees the last answers of those before it
-        read_tokens = [read_token(model, token, keys, cache, depth) for token in ids.split(1, 1)]
-        hidden, taken = zip(*read_tokens)
+        hidden = []
+        taken = []
+        for token in ids.split(1, 1):
+            h, loops = read_token(model, token, keys, cache, depth)
+            hidden.append(h)
+            taken.append(loops)
         return torch.cat(hidden, 1), torch.cat(taken, 1)
     cache.begin_piece(ids.size(1))
     h, inputs = model.enter_loop(ids, keys, cache)
@@ -161,7 +165,8 @@ def read_token(model, ids, keys, cache: KVCache, depth: Depth):
 
 def logits_of(model, hidden):
     """In float32 at least: in bfloat16 many a token's logit would equal the likeliest's."""
-    return model.head(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return model.head(hidden.to(dtype))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -182,7 +187,8 @@ def pick(logits, u, how: Sampling):
     likelier = p.cumsum(-1) - p  # the probability of those before a token
     p = p * (likelier <= how.top_p * p.sum(-1, keepdim=True))
     cdf = p.cumsum(-1)
-    drawn = (cdf <= u[:, None].to(cdf.device) * cdf[:, -1:]).sum(-1, keepdim=True)
+    goal = u[:, None].to(cdf.device) * cdf[:, -1:]
+    drawn = (cdf <= goal).sum(-1, keepdim=True)
     return token.gather(1, drawn)[:, 0]
 
 
@@ -204,7 +210,8 @@ def draw(model, prompt: list[int], keys: list[int], depth: Depth, how: Sampling)
     for position in range(len(prompt), end):  # of the token to be drawn
         hidden, taken = read(model, ids, seeds, cache, depth)
         u = [uniforms(hash_key(key, 1), np.array([position]))[0] for key in keys]
-        tokens = pick(logits_of(model, hidden[:, -1]), torch.tensor(u), how)
+        logits = logits_of(model, hidden[:, -1])
+        tokens = pick(logits, torch.tensor(u), how)
         yield tokens.tolist(), taken
         ids = tokens[:, None].to(seeds.device)
     if end < wanted:
@@ -283,12 +290,14 @@ def chosen_depth(args, cfg) -> Depth:
 def main(argv=None):
     args = parse_args(argv)
     how = Sampling(args.temperature, args.top_k, args.top_p, args.max_tokens)
-    model, enc, _ = open_run(args.run, connect(args.device).device)
+    place = connect(args.device)
+    model, enc, _ = open_run(args.run, place.device)
     if model.residual_dtype is None:
         model.blocks.to(model.dtype)  # as every use would cast them
     keys = [hash_key(args.seed, FOR_SAMPLE, i) for i in range(args.num)]
+    depth = chosen_depth(args, model.cfg)
     start = time.perf_counter()
-    made, loops = complete(model, enc, args.prompt, keys, chosen_depth(args, model.cfg), how)
+    made, loops = complete(model, enc, args.prompt, keys, depth, how)
     seconds = time.perf_counter() - start
     for number, tokens in enumerate(made, 1):
         if args.num > 1:

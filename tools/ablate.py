@@ -117,8 +117,7 @@ class Pair:
 def git(*command, cwd=None) -> bytes:
     done = subprocess.run(["git", *command], capture_output=True, cwd=cwd or ROOT)
     if done.returncode:
-        error = done.stderr.decode().strip()
-        fail(f"git {command[0]}: {error}")
+        fail(f"git {command[0]}: {done.stderr.decode().strip()}")
     return done.stdout
 
 
@@ -285,8 +284,7 @@ def train_arms(pairs: list[Pair], page: Path, args) -> None:
         arms[pair.edit.name] = pair.edit
     folders = {}
     for name, arm in arms.items():
-        rows = rows_of(arm.flags)
-        folders[name] = folder_of(code_hash(arm.code), arm.flags, rows)
+        folders[name] = folder_of(code_hash(arm.code), arm.flags, rows_of(arm.flags))
     jobs = []
     for seed, (name, arm) in itertools.product(args.seeds, arms.items()):
         folder = Path(f"{folders[name]}-s{seed}")
@@ -316,8 +314,7 @@ def say_pair(pair: Pair, seed: int) -> None:
         a = pair.base.runs[seed].loss
         b = pair.edit.runs[seed].loss
         losses = f"{pair.base.name} {a:.4f}, {pair.edit.name} {b:.4f}"
-        difference = f"{b - a:+.4f}"
-        say(f"seed {seed}: {losses}, difference {difference}")
+        say(f"seed {seed}: {losses}, difference {b - a:+.4f}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -372,8 +369,7 @@ def cost_table(pair: Pair) -> list[str]:
     for name, form in COSTS.items():
         a = median_cost(pair.base, name)
         b = median_cost(pair.edit, name)
-        change = b / a - 1
-        rows.append([name, format(a, form), format(b, form), f"{change:+.1%}"])
+        rows.append([name, format(a, form), format(b, form), f"{b / a - 1:+.1%}"])
     return table(["cost", pair.base.name, pair.edit.name, "change"], rows)
 
 

@@ -84,9 +84,8 @@ def main(argv=None):
         timed_step(model, optimizer, args, 0, place)
 
     how = "compiled" if compiled else "not compiled"
-    threads = torch.get_num_threads()
     place.say(f"{args.preset}, {args.dtype}, {how}")
-    place.say(f"{place.world} rank(s) of {threads} threads, {machine_name()}")
+    place.say(f"{place.world} rank(s) of {torch.get_num_threads()} threads, {machine_name()}")
     place.say(f"{args.batch_size} × {cfg.seq_len} tokens, {args.device_batch_size} rows at once")
     place.say(f"{mean * 1e3:.1f} ms, {rate:,.0f} tokens/s, {memory:.2f} GiB")
     peak = peak_flops(place.device)

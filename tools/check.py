@@ -49,13 +49,11 @@ def make_network(flags: list[str]) -> tuple[Model, tuple]:
         p.data.add_(0.05 * noise)
     model.dtype = torch.float64
     tokens = torch.randint(cfg.vocab_size, (SEQUENCES, cfg.seq_len + 1), generator=generator)
-    ids = tokens[:, :-1]
-    targets = tokens[:, 1:]
     seeds = hash_keys(0, each=range(SEQUENCES))
     if cfg.granularity == "token":
         cfg = replace(cfg, granularity="sequence")
     n, k = sample_depths(cfg, 0, 0, SEQUENCES)
-    return model.double(), (ids, targets, seeds, n, k)
+    return model.double(), (tokens[:, :-1], tokens[:, 1:], seeds, n, k)
 
 
 def backward(model: Model, batch) -> dict:
@@ -65,20 +63,18 @@ def backward(model: Model, batch) -> dict:
     loss.backward()
     found = {"loss": loss.detach()}
     for name, p in model.named_parameters():
-        gradient = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        found[f"gradient of {name}"] = gradient
+        found[f"gradient of {name}"] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
     return found
 
 
 def read_in_pieces(model: Model, ids, seeds, depth: int):
     """The final hidden state (B, T, D), through the cache of sampling."""
     cache = KVCache(model, ids.size(1), depth)
-    loops = Depth(depth)
     first = ids[:, :5]
     one_by_one = ids[:, 5:].split(1, dim=1)
     hidden = []
     for piece in (first, *one_by_one):
-        h, _ = read(model, piece, seeds, cache, loops)
+        h, _ = read(model, piece, seeds, cache, Depth(depth))
         hidden.append(h)
     return torch.cat(hidden, 1)
 
@@ -114,8 +110,7 @@ def check_network(flags: list[str]) -> None:
         "them (LoopInputs). No sequence may depend on another, nor on an earlier call.")  # fmt: skip
 
     if cfg.n_core and cfg.mechanism == "none":
-        T = ids.size(1)
-        by_token = [np.repeat(x[:, None], T, axis=1) for x in (n, k)]
+        by_token = [np.repeat(x[:, None], ids.size(1), axis=1) for x in (n, k)]
         found = backward(model, (ids, targets, seeds, *by_token))
         compare("depths by token, as by sequence", found, at_once,
             "A loop's index is (B,) or, where each token has its own depth, (B, T).")  # fmt: skip

@@ -16,6 +16,7 @@ import math
 import re
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -103,13 +104,9 @@ def our_name(name: str, cfg: ModelConfig) -> str:
     layer = re.match(r"transformer\.(h|prelude|core_block|coda)\.(\d+)", name)
     if layer:
         part, number = layer.groups()
-        index = int(number)
-        if part in ("core_block", "coda"):
-            index += cfg.n_prelude
-        if part == "coda":
-            index += cfg.n_core
-        rest = name[layer.end() :]
-        name = f"blocks.{index}{rest}"
+        firsts = {"core_block": cfg.n_prelude, "coda": cfg.n_prelude + cfg.n_core}
+        index = firsts.get(part, 0) + int(number)
+        name = f"blocks.{index}{name[layer.end() :]}"
     for theirs, ours in NAMES.items():
         name = name.replace(theirs, ours)
     return name
@@ -126,8 +123,7 @@ def from_reference(state: dict, cfg: ModelConfig) -> dict:
         w = w.float()
         if name.endswith((".q.weight", ".k.weight")):
             heads = w.view(cfg.n_head, K, -1)
-            split = heads[:, halves].reshape(w.shape)
-            w = (split.double() * scale).float()
+            w = (heads[:, halves].reshape(w.shape).double() * scale).float()
         elif name.endswith(".proj.weight"):
             w = w / 2
         ours[name] = w
@@ -206,14 +202,13 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
     run.mkdir(parents=True)
     write_json(run / "tokenizer.json", ours)
     checkpoint = {"step": 0, "model": weights}
-    write_atomic(run / "step_0000000.pt", lambda out: torch.save(checkpoint, out))
+    write_atomic(run / "step_0000000.pt", partial(torch.save, checkpoint))
     params = sum(w.numel() for w in weights.values())
     about = {"model": asdict(cfg), "params": params, "dtype": config["dtype"]}
     about["args"] = {"residual_dtype": config["residual_dtype"]}
     sha256 = file_hash(run / "tokenizer.json")
     about["tokenizer"] = {"path": str(tokenizer), "sha256": sha256}
-    rows = str(run / "rows")  # may be packed there later
-    about["data"] = {"path": rows, "sha256": None}
+    about["data"] = {"path": str(run / "rows"), "sha256": None}  # rows may be packed there later
     write_json(run / "config.json", about)
     print(f"{run}: {params:,} parameters; python core_eval.py {run}")
 

@@ -33,8 +33,7 @@ def half_width(values) -> float:
     n = len(values)
     if n < 2:
         return math.nan
-    deviation = float(np.std(values, ddof=1))
-    return t_quantile(n - 1) * deviation / math.sqrt(n)
+    return t_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
 
 
 def plus_minus(values, spec: str = ".4f") -> str:
@@ -88,8 +87,7 @@ def records_table(rows: list[dict], formats: dict[str, str]) -> list[str]:
     """The table of rows {column: value}; formats: {column: format of its values}."""
     cells = []
     for row in rows:
-        texts = [fmt(row[name], spec) for name, spec in formats.items()]
-        cells.append(texts)
+        cells.append([fmt(row[name], spec) for name, spec in formats.items()])
     return table(list(formats), cells)
 
 
@@ -158,8 +156,7 @@ def depth_plot(losses: list[dict[int, float]], ylabel: str, trained: int = 0) ->
     curves = []
     for loss in losses:
         if 0 in loss:
-            ends = depths[0], depths[-1]
-            loss = dict.fromkeys(ends, loss[0])
+            loss = dict.fromkeys([depths[0], depths[-1]], loss[0])
         known = sorted(loss)
         values = [loss[depth] for depth in known]
         curves.append((np.log2(known), np.array(values, float)))

@@ -165,8 +165,7 @@ def arms_of(runs: list[LoggedRun]) -> dict[tuple, dict[int, float]]:
     arms = {}
     for run in runs:
         code = codes.setdefault(run.config["code"], [f"the code of {run.name}"])
-        differs = (*code, *changes(run, first))
-        arm = arms.setdefault(differs, {})
+        arm = arms.setdefault((*code, *changes(run, first)), {})
         if run.may_be_compared():
             arm[run.flags["seed"]] = run.loss
     return arms
@@ -232,8 +231,7 @@ def depth_table(runs: list[LoggedRun]) -> list[str]:
 
 def flag_table(runs: list[LoggedRun]) -> list[str]:
     """The settings in which any two runs differ."""
-    columns = {run.name: settings(run) for run in runs}
-    flags = pd.DataFrame(columns, dtype=object)
+    flags = pd.DataFrame({run.name: settings(run) for run in runs}, dtype=object)
     differ = flags.astype(str).nunique(axis=1, dropna=False) > 1
     return frame_table(flags[differ].rename_axis("flag"))
 
@@ -338,11 +336,10 @@ def report(runs: list[LoggedRun], out: Path) -> None:
     plot = depth_plot(losses, "val loss, nats/token", trained)
     caption = "Val loss by depth; the grey line is the trained mean depth."
     answer, *remarks = compare_arms(runs)
-    unigram = fmt(runs[0].unigram)
     lines = [f"# {', '.join(names)}", "", answer, ""]
     lines += figure(out / "depth.png", caption, names, [plot])
     lines += loss_table(runs)
-    lines += [f"Unigram baseline: {unigram} nats/token.", ""]
+    lines += [f"Unigram baseline: {fmt(runs[0].unigram)} nats/token.", ""]
     for remark in remarks:
         lines += [remark, ""]
     print("\n".join(lines))
@@ -372,8 +369,7 @@ def main(argv=None):
         fail(f"{args.runs[0]} is no run directory; give directories that train.py made")
     parent = os.path.commonpath([path.parent for path in paths])
     runs = [read_run(path, os.path.relpath(path, parent)) for path in paths]
-    together = Path(os.path.commonpath(paths))
-    report(runs, args.out or together)
+    report(runs, args.out or Path(os.path.commonpath(paths)))
 
 
 if __name__ == "__main__":

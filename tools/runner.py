@@ -63,8 +63,7 @@ def folder_of(code: str, flags: list[str], rows: str) -> Path:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = best_dtype(torch.device(device))
     told = json.dumps([code, flags, rows, dtype])
-    digest = hashlib.sha256(told.encode()).hexdigest()
-    return TRAININGS / digest[:12]
+    return TRAININGS / hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
 def default_side_by_side() -> int:
@@ -175,8 +174,7 @@ def progress(running: list[Job], waiting: int) -> str:
             parts.append(f"{job.name} starts")
             continue
         step = steps[-1]["step"]
-        config = json.loads((job.folder / "config.json").read_text())
-        total = config["steps"]
+        total = json.loads((job.folder / "config.json").read_text())["steps"]
         seconds = fmean(record["ms"] for record in steps[-50:]) / 1e3
         parts.append(f"{job.name} {step}/{total}")
         left.append((total - step) * seconds)

@@ -372,7 +372,7 @@ def parse_args():
         default=[],
         metavar=OWN_TASK,
         help="a task of your own, beside the panel and in no average but that of --panel own; KIND: "
-        "mc, schema or lm; chance: of guessing (default: 0, and centred is the accuracy); may be "
+        "mc, schema or lm; chance: accuracy of guessing (default: 0, no centring); may be "
         "given again",
     )
     add(

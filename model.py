@@ -502,7 +502,7 @@ class ModelConfig:
     n_prelude: int = setting(1, "layers before the loop", most=4096)
     n_core: int = setting(1, "layers in the loop; 0: a plain Transformer", most=4096)
     n_coda: int = setting(1, "layers after the loop", most=4096)
-    mu_rec: int = setting(8, "loops of evaluation, and in training the law's mean", most=MAX_DEPTH)
+    mu_rec: int = setting(8, "loops at evaluation; mean loops in training", most=MAX_DEPTH)
     mu_bwd: int = setting(0, "loops with gradient, at most; 0: half of mu_rec, rounded up")
     injection: str = setting("diagonal", "linear path of a loop; none: the raw loop h + R(h, e)")
     gain: str = setting("euler", "input gain of the diagonal path")
@@ -533,7 +533,7 @@ class ModelConfig:
     )
     rope_theta: float = setting(50_000.0, "base of the rotary embedding", least=1, most=1 << 31)
     sampling: str = setting("poisson-truncated-full", "law of a sequence's depth: looped/depth.py")
-    granularity: str = setting("sequence", "what has a depth of its own in training")
+    granularity: str = setting("sequence", "unit that draws its own training depth")
 
     def __post_init__(self):
         for item in fields(self):

@@ -9,7 +9,7 @@
 # Run again, it continues where it stopped. Settings, e.g. DATA=my/texts TOKENS=3e6 bash speedrun.sh:
 #   DATA    stdlib, fineweb-edu, or a folder of .parquet (column text), .jsonl (key text) or .txt files
 #   PRESET  network and recipe (nano; on GPUs parcae-140m); train.py --help lists them
-#   ARMS    a training each, alike in all else: euler, zoh, flat (no loop)
+#   ARMS    one run each, else identical: euler, zoh, flat (no loop)
 #   TOKENS  of each training (the preset's)
 #   SEED    of weights, row order, depths and initial states (0)
 #   RUN     results go to runs/RUN (PRESET-DATA-sSEED)

@@ -197,10 +197,10 @@ def parse_args(argv):
         help="trainings side by side (default: one a GPU, or else a core)")  # fmt: skip
     add("--name", help="of the edit and its report (default: the first function changed)")
     add("--equal", choices=("tokens", "flops"), default="tokens",
-        help="what the edit is trained with as much of (default: %(default)s)")  # fmt: skip
+        help="budget of the edit, matched to the base (default: %(default)s)")  # fmt: skip
     add("--sweep", help='a flag and its values, e.g. "--adam-lr 3e-2,6.4e-2": base and edit are '
         "trained with each, and compared each at its best")  # fmt: skip
-    add("--no-check", action="store_true", help="train what tools.check fails")
+    add("--no-check", action="store_true", help="train even if a check fails")
     args = parser.parse_args(argv[:cut])
     args.extra = argv[cut + 1 :]
     args.command = shlex.join(["python", "-m", "tools.ablate", *argv])

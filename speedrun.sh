@@ -54,9 +54,9 @@ trap '[ $? -eq 0 ] || echo "speedrun.sh: ended early; the same command continues
 
 # texts
 say "texts: $DATA"
-TEXTS=data/$DATA DOWNLOAD=
+TEXTS=data/$DATA DOWNLOAD= PROMPT="The history of"
 case "$DATA" in
-stdlib) $PY dataloader.py stdlib --out $TEXTS ;;
+stdlib) $PY dataloader.py stdlib --out $TEXTS && PROMPT="def __init__(self" ;;
 fineweb-edu) # a shard is about 53M tokens, of which packing crops up to 40 %; the tokenizer reads 12 shards
     SHARDS=$(printf '%.0f' "$TOKENS" | awk '{n = int($1 / 31e6) + 2; print n < 12 ? 12 : n > 1822 ? 1822 : n}')
     $PY dataloader.py download --out $TEXTS --shards 12
@@ -94,7 +94,7 @@ for run in "${runs[@]}"; do
         "${launch[@]}" core_eval.py "$run" ${BUNDLE:+--bundle "$BUNDLE"} "${few[@]}"
     fi
     say "samples: $run"
-    $PY -m tools.sample "$run" --prompt "" --num 3 --max-tokens 64
+    $PY -m tools.sample "$run" --prompt "$PROMPT" --num 3 --max-tokens 64
 done
 say "report"
 $PY -m tools.report "${runs[@]}" --out "$OUT"

@@ -30,11 +30,10 @@ def formulas(depths, mu_rec: int, mu_bwd: int) -> dict:
     x, weight = np.polynomial.hermite_e.hermegauss(60)
     rates = np.exp(0.5 * x - 0.125) * without
     mixed = poisson.pmf(n[:, None] - 1, rates) @ weight
-    return {
-        "poisson-truncated-full": full,
-        "poisson-fill": poisson.pmf(n, without),
-        "poisson-lognormal-fill": mixed / weight.sum(),
-    }
+    laws = {"poisson-truncated-full": full}
+    laws["poisson-fill"] = poisson.pmf(n, without)
+    laws["poisson-lognormal-fill"] = mixed / weight.sum()
+    return laws
 
 
 def main(argv=None):
@@ -50,9 +49,11 @@ def main(argv=None):
         n, k = sample_depths(cfg, 0, 0, SEQUENCES)
         counts = np.bincount(n + k, minlength=len(depths))
         drawn = counts[: len(depths)] / SEQUENCES
-        plots.append(Plot("depth, loops", law, [(depths, drawn), (depths, formula)]))
+        curves = [(depths, drawn), (depths, formula)]
+        plots.append(Plot("depth, loops", law, curves))
         gap = abs(drawn - formula).max()
-        rows.append([law, fmt(drawn @ depths), fmt(formula @ depths), fmt(gap)])
+        numbers = [drawn @ depths, formula @ depths, gap]
+        rows.append([law, *map(fmt, numbers)])
     caption = "Share of sequences by depth, mu_rec {mu_rec}, mu_bwd {mu_bwd}.".format(**loops)
     lines = [f"# Depth laws, {SEQUENCES:,} sequences", ""]
     lines += figure(OUT.with_suffix(".png"), caption, ["drawn", "formula"], plots)

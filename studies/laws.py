@@ -34,7 +34,8 @@ DELTA = 1e-3  # of the Huber loss on log loss
 RESTARTS = 1000  # random starts of a law's fit; the paper: 500, and 1,000 for the unified law
 KEPT = 20  # of them, descended to the end
 RESAMPLES = 400  # of the bootstraps; the fit itself comes first in their arrays
-EXACT = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-15, "max_nfev": 2000}  # where a fit ends
+MOST_STEPS = 2000  # of a descent
+EXACT = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-15, "max_nfev": MOST_STEPS}  # where a fit ends
 TOO_FEW = "No law is fitted: that takes ten runs, three N and three D, and two budgets."
 HELD_OUT = (
     "Held out: the ledger's other runs of the same model, rows and recipe with mu_bwd half of "
@@ -107,12 +108,9 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
 
 def prepared(rows) -> pd.DataFrame:
     """Adds budget, best and N (n_eff); runs that were not evaluated at mu_rec are left out."""
-    at_mu = rows[rows.depth == rows.mu_rec].set_index("run")
-    rows = rows.assign(
-        budget=budgets_of(rows.flops),
-        best=rows.run.map(at_mu.loss),
-        n_eff=rows.n_once + rows.mu_rec * rows.n_rec,
-    )
+    best = at_mu_rec(rows).set_index("run").loss
+    rows = rows.assign(budget=budgets_of(rows.flops), best=rows.run.map(best))
+    rows["n_eff"] = rows.n_once + rows.mu_rec * rows.n_rec
     rows = rows.dropna(subset="best")
     return rows.sort_values(["mu_rec", "depth"], kind="stable", ignore_index=True)
 
@@ -134,27 +132,33 @@ def at_mu_rec(rows) -> pd.DataFrame:
 
 def law_loss(logs, rows):
     """The law on rows or {column: values}; logs: of its parameters in BOX's order, maybe complex."""
-    E, A, a, B, b, Z, z, gamma, phi = np.exp(logs)
-    mu = rows["mu_rec"]
-    N = rows["n_once"] + mu**phi * rows["n_rec"]
+    E, A, a, B, b, *_, phi = np.exp(logs)
+    unrolled = rows["mu_rec"] ** phi * rows["n_rec"]
+    N = rows["n_once"] + unrolled
     size = A * N**-a
     data = B * rows["tokens"] ** -b
-    loops = Z * np.exp(-z * rows["depth"] * mu**-gamma)
-    return E + size + data + loops
+    return E + size + data + loop_term(logs, rows)
+
+
+def loop_term(logs, rows):
+    """What too few loops at test time cost."""
+    Z, z, gamma = np.exp(logs[5:8])
+    exponent = -z * rows["depth"] * rows["mu_rec"] ** -gamma
+    return Z * np.exp(exponent)
 
 
 def loss_from_best(logs, rows):
     """The same with the measured loss at depth mu as its floor, the paper's oracle."""
-    only_loops = [-np.inf, -np.inf, 0, -np.inf, 0, *logs[5:]]
-    return rows.best + law_loss(only_loops, rows)
+    return rows.best + loop_term(logs, rows)
 
 
 class Problem:
     """A law to fit to rows of data: its box, and descents from given starts."""
 
     def __init__(self, rows, name: str):
-        self.fixed = {key: math.log(value) for key, value in LAWS[name].items()}
-        self.free = [key for key in BOX if key not in self.fixed]
+        fixed = LAWS[name]
+        self.fixed = {key: math.log(fixed[key]) for key in fixed}
+        self.free = [key for key in BOX if key not in fixed]
         columns = ["n_once", "n_rec", "tokens", "depth", "mu_rec", "loss"]
         self.rows = {column: rows[column].to_numpy(float) for column in columns}
         sizes_and_data = rows[["n_eff", "tokens"]].to_numpy(float)
@@ -185,15 +189,19 @@ class Problem:
 
     def solve(self, rng):
         """The best of the KEPT best of RESTARTS random starts, descended to the end."""
-        starts = rng.uniform(self.first, self.last, (RESTARTS, len(self.free)))
+        shape = (RESTARTS, len(self.free))
+        starts = rng.uniform(self.first, self.last, shape)
         rough = [self.descend(start, method="dogbox", max_nfev=20) for start in starts]
         rough.sort(key=attrgetter("cost"))
-        found = [self.descend(result.x, **EXACT) for result in rough[:KEPT]]
+        kept = rough[:KEPT]
+        found = [self.descend(result.x, **EXACT) for result in kept]
         return min(found, key=attrgetter("cost"))
 
     def at_bound(self, solutions) -> list[str]:
         """The parameters that stand at a bound in one of the solutions."""
-        room = np.minimum(solutions - self.low, self.high - solutions).min(0)
+        above_low = solutions - self.low
+        below_high = self.high - solutions
+        room = np.minimum(above_low, below_high).min(0)
         return [key for key, distance in zip(self.free, room) if distance < 1e-6]
 
 
@@ -206,11 +214,13 @@ def fit_law(rows, rng, name: str) -> dict:
     problem = Problem(rows, name)
     best = problem.solve(rng).x
     found = [best]
-    runs = list(rows.groupby("run", sort=False).indices.values())
+    by_run = rows.groupby("run", sort=False).indices
+    runs = list(by_run.values())
     for _ in range(RESAMPLES):
         drawn = rng.integers(len(runs), size=len(runs))
         sample = np.concatenate([runs[i] for i in drawn])
-        found.append(problem.descend(best, sample, max_nfev=EXACT["max_nfev"]).x)
+        refit = problem.descend(best, sample, max_nfev=MOST_STEPS)
+        found.append(refit.x)
     ends = np.quantile(found[1:], [0.025, 0.975], axis=0)
     bounded = problem.at_bound([best, *ends])
     logs = np.array([problem.logs(q) for q in found])
@@ -240,7 +250,8 @@ def prediction_errors(logs, rows) -> dict[str, float]:
 def can_be_fitted(rows) -> bool:
     """Whether the runs differ enough for a law: in N, in D, and in their number."""
     have = rows[["run", "n_eff", "tokens", "budget"]].nunique()
-    return bool((have >= [len(BOX) + 1, 3, 3, 2]).all())
+    needed = [10, 3, 3, 2]  # as TOO_FEW says
+    return (have >= needed).all()
 
 
 def fit_laws(rows, held_out, rng) -> tuple[dict, dict]:
@@ -282,16 +293,18 @@ def fit_isoflop(rows, rng) -> dict:
     """
     looped = rows[rows.mu_rec > 1].sort_values("mu_rec")
     grids = []
+    noise = []
     for _, grid in looped.groupby("budget"):
         if grid.mu_rec.nunique() < 4:
             continue
         x = np.log2(grid.mu_rec)
-        smooth = np.polyval(np.polyfit(x, grid.loss, 2), x)
-        noise = grid.loss - smooth
-        noise *= math.sqrt(len(x) / (len(x) - 3))  # three parameters took their share
-        grids.append(grid.assign(x=x, smooth=smooth, noise=noise))
-    noise = [grid.noise for grid in grids]
-    budgets = [lowest_point(grid, np.concatenate(noise), rng) for grid in grids]
+        parabola = np.polyfit(x, grid.loss, 2)
+        smooth = np.polyval(parabola, x)
+        grids.append(grid.assign(x=x, smooth=smooth))
+        freedom = len(x) - 3  # less the parabola's parameters
+        residuals = grid.loss - smooth
+        noise.extend(residuals * math.sqrt(len(x) / freedom))
+    budgets = [lowest_point(grid, noise, rng) for grid in grids]
     inner = [found for found in budgets if found["inside"]]
     power_laws = {}
     if len(inner) > 1:
@@ -299,7 +312,8 @@ def fit_isoflop(rows, rng) -> dict:
         for name in ("mu", "tokens"):
             log_best = np.log([found[name] for found in inner])
             power_laws[name] = np.polyfit(log_flops, log_best, 1)  # exponent, ln k
-    fixed = rows[rows.mu_rec == 1].groupby("budget").loss.mean()
+    once = rows[rows.mu_rec == 1]
+    fixed = once.groupby("budget").loss.mean()
     return {"budgets": budgets, "power_laws": power_laws, "fixed_depth": fixed.to_dict()}
 
 
@@ -312,15 +326,17 @@ def lowest_point(grid, noise, rng) -> dict:
     x = grid.x.to_numpy()
     smooth = grid.smooth.to_numpy()
     low, *_, high = x
-    drawn = smooth + rng.choice(noise, (RESAMPLES, len(x)))
-    losses = np.vstack([smooth, drawn])
+    drawn = rng.choice(noise, (RESAMPLES, len(x)))
+    losses = np.vstack([smooth, smooth + drawn])
     parabolas = np.polyfit(x, losses.T, 2)  # (3, 1 + RESAMPLES)
     bend, slope, _ = parabolas
-    vertex = np.clip(-slope / (2 * bend), low, high)
+    vertex = -slope / (2 * bend)
     falls = bend * (low + high) + slope < 0  # from one end to the other
-    best = np.where(bend > 0, vertex, np.where(falls, high, low))
+    lower_end = np.where(falls, high, low)
+    best = np.where(bend > 0, np.clip(vertex, low, high), lower_end)
     log_tokens = np.interp(best, x, np.log(grid.tokens))
-    found = {"budget": grid.budget.iloc[0], "mu": 2**best, "tokens": np.exp(log_tokens)}
+    found = {"budget": grid.budget.iloc[0], "mu": 2**best}
+    found["tokens"] = np.exp(log_tokens)
     found["parabola"] = parabolas[:, 0]
     found["loss"] = np.polyval(found["parabola"], best[0])
     found["inside"] = bool(low < best[0] < high)
@@ -332,12 +348,14 @@ def lowest_point(grid, noise, rng) -> dict:
 
 
 def form_value(name: str, depth, E, Z, z):
-    return E + Z * np.exp(-z * FORMS[name](depth))
+    t = FORMS[name](depth)
+    return E + Z * np.exp(-z * t)
 
 
 def fit_form(name: str, points) -> dict:
     """E, Z and z of a test-time form, by least squares on log loss."""
-    depth, loss = points[["depth", "loss"]].to_numpy(float).T
+    depth = points.depth.to_numpy(float)
+    loss = points.loss.to_numpy(float)
     highest = 1e-9 if name == WITHOUT_FLOOR else np.inf
 
     def residual(q):
@@ -345,10 +363,12 @@ def fit_form(name: str, points) -> dict:
         return np.log(np.maximum(guess, 1e-9) / loss)
 
     lowest = loss.min()
-    start = (min(lowest, highest / 2), loss[0] - lowest, 0.5)
-    bounds = ([0, -np.inf, 1e-4], [highest, np.inf, 50])
-    best = least_squares(residual, start, bounds=bounds, x_scale="jac", **EXACT).x
-    return dict(zip(("E", "Z", "z"), best))
+    floor = min(lowest, highest / 2)
+    start = (floor, loss[0] - lowest, 0.5)
+    low = [0, -np.inf, 1e-4]
+    high = [highest, np.inf, 50]
+    best = least_squares(residual, start, bounds=(low, high), x_scale="jac", **EXACT)
+    return dict(zip(("E", "Z", "z"), best.x))
 
 
 def form_misfit(name: str, fitted: dict, points) -> float:
@@ -366,11 +386,14 @@ def fit_curves(rows) -> tuple[dict, pd.DataFrame]:
     for run, points in rows.groupby("run", sort=False):
         near = points[points.depth <= points.mu_rec]
         beyond = points.drop(near.index)
-        curves[run] = {name: fit_form(name, points) for name in FORMS}
-        for name, fitted in curves[run].items():
+        best = points.best.iloc[0]
+        curves[run] = {}
+        for name in FORMS:
+            fitted = fit_form(name, points)
+            curves[run][name] = fitted
             score = {"test-time law, mean over runs": name}
             score["huber"] = form_misfit(name, fitted, points)
-            score["floor off percent"] = percent_off(fitted["E"], points.best.iloc[0])
+            score["floor off percent"] = percent_off(fitted["E"], best)
             if len(near) > 2 and len(beyond):
                 shallow = fit_form(name, near)
                 score["huber beyond mu"] = form_misfit(name, shallow, beyond)
@@ -392,17 +415,21 @@ def write_fit(rows, held_out, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     page = [f"[95 % interval], by bootstrap. {HELD_OUT}", ""]
     figures = []
-    iso = fit_isoflop(at_mu_rec(rows), rng)
+    trained = at_mu_rec(rows)
+    iso = fit_isoflop(trained, rng)
     if iso["budgets"]:
-        page += isoflop_table(iso) + equal_tokens_table(rows) + power_laws(iso)
-        figures += draw_isoflop(iso, at_mu_rec(rows), out / "isoflop.png")
+        page += isoflop_table(iso)
+        page += equal_tokens_table(trained)
+        page += power_laws(iso)
+        figures += draw_isoflop(iso, trained, out / "isoflop.png")
         figures += draw_optima(iso, out / "optima.png")
     fits, errors = fit_laws(rows, held_out, rng)
-    page += [law_line(name, fitted) for name, fitted in fits.items()]
+    for name, fitted in fits.items():
+        page.append(law_line(name, fitted))
     page += [""] if fits else [TOO_FEW, ""]
     if "train" in fits:
-        looped = rows[rows.mu_rec > 1]
-        figures += draw_law(fits["train"], at_mu_rec(looped), out / "train.png")
+        looped = trained[trained.mu_rec > 1]
+        figures += draw_law(fits["train"], looped, out / "train.png")
     deep = with_curves(rows)
     if len(deep):
         curves, forms = fit_curves(deep)
@@ -414,14 +441,19 @@ def write_fit(rows, held_out, out: Path) -> None:
     if "unified depth/mu" in fits:
         figures += draw_unified(fits["unified depth/mu"], held_out, out / "unified.png")
     pictures = [line for line in figures if line]
-    opening = [f"# Fits of {rows.run.nunique()} runs", "", *pictures[:1], ""]
-    save_page(out / "fit", below_opening(out / "fit", opening, page + pictures[1:]))
+    title = f"# Fits of {rows.run.nunique()} runs"
+    opening = [title, "", *pictures[:1], ""]
+    page += pictures[1:]
+    file = out / "fit"
+    lines = below_opening(file, opening, page)
+    save_page(file, lines)
 
 
 def span(values) -> str:
     """The fit, which comes first, and the 95 % interval of its bootstraps."""
-    low, high = np.percentile(values[1:], [2.5, 97.5])
-    return f"{values[0]:.4g} [{low:.4g}, {high:.4g}]"
+    fitted, *drawn = values
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return f"{fitted:.4g} [{low:.4g}, {high:.4g}]"
 
 
 def isoflop_table(iso: dict) -> list[str]:
@@ -446,20 +478,21 @@ def power_laws(iso: dict) -> list[str]:
     return lines
 
 
-def equal_tokens_table(rows) -> list[str]:
+def equal_tokens_table(at_mu) -> list[str]:
     """By how much looped runs end below one loop in training of as many tokens."""
-    at_mu = at_mu_rec(rows)
-    once = at_mu[at_mu.mu_rec == 1].groupby("tokens").loss.mean()  # over seeds
-    between = at_mu.tokens.between(once.index.min(), once.index.max())
-    gains = at_mu[between & (at_mu.mu_rec > 1)]
-    if gains.empty:
+    one_loop = at_mu[at_mu.mu_rec == 1]
+    known = one_loop.groupby("tokens").loss.mean()  # over seeds
+    tokens = known.index
+    between = at_mu.tokens.between(tokens.min(), tokens.max())
+    looped = at_mu[between & (at_mu.mu_rec > 1)]
+    if looped.empty:
         return []
-    one_loop = np.interp(np.log(gains.tokens), np.log(once.index), once)
-    gain = (one_loop - gains.loss).map("{:.4f}".format)
-    gains = gains.assign(
-        cell=gain + gains.tokens.map(" at {:.2g}".format),
-        budget=gains.budget.map("{:.3g} FLOPs".format),
-    )
+    log_tokens = np.log(looped.tokens)
+    expected = np.interp(log_tokens, np.log(tokens), known)
+    gain = (expected - looped.loss).map("{:.4f}".format)
+    at = looped.tokens.map(" at {:.2g}".format)
+    budget = looped.budget.map("{:.3g} FLOPs".format)
+    gains = looped.assign(cell=gain + at, budget=budget)
     shown = gains.pivot_table("cell", "mu_rec", "budget", aggfunc="; ".join, sort=False)
     head = (
         "At equal tokens: nats by which more loops in training are better than one, at so many tokens. "
@@ -469,10 +502,14 @@ def equal_tokens_table(rows) -> list[str]:
 
 
 def law_line(name: str, fitted: dict) -> str:
-    values = dict(zip(BOX, np.exp(fitted["logs"]).T))
-    said = [f"{key} {span(values[key])}" for key in fitted["free"]]
+    values = np.exp(fitted["logs"])
+    said = []
+    for key, drawn in zip(BOX, values.T):
+        if key in fitted["free"]:
+            said.append(f"{key} {span(drawn)}")
     if fitted["bounded"]:
-        said.append(f"decided by their bounds: {' '.join(fitted['bounded'])}")
+        names = " ".join(fitted["bounded"])
+        said.append(f"decided by their bounds: {names}")
     return f"- {name}: {', '.join(said)}"
 
 
@@ -490,38 +527,42 @@ def draw_isoflop(iso: dict, at_mu, path: Path) -> list[str]:
         budget = found["budget"]
         grid = at_mu[at_mu.budget == budget]
         x = np.log2(grid.mu_rec)
-        fitted = np.linspace(1, x.max())
-        curves = [(x, grid.loss), (fitted, np.polyval(found["parabola"], fitted))]
-        plots.append(Plot("log2 of mu_rec (0: fixed depth)", f"{budget:.3g} FLOPs: loss", curves))
+        between = np.linspace(1, x.max())
+        parabola = np.polyval(found["parabola"], between)
+        curves = [(x, grid.loss), (between, parabola)]
+        ylabel = f"{budget:.3g} FLOPs: loss"
+        plots.append(Plot("log2 of mu_rec (0: fixed depth)", ylabel, curves))
     return figure(path, "", ["measured", "parabola"], plots)
 
 
 def draw_optima(iso: dict, path: Path) -> list[str]:
     """By FLOPs: best mu_rec and tokens with their power laws; the lowest loss beside fixed depth's."""
-    flops = np.array([found["budget"] for found in iso["budgets"]])
+    budgets = pd.DataFrame(iso["budgets"])
+    flops = budgets.budget
+    log_log = {"xscale": "log", "yscale": "log"}
     plots = []
     for name in ("mu", "tokens"):
-        best = [found[name][0] for found in iso["budgets"]]
-        law = NONE
+        best = budgets[name].str[0]
+        curves = [(flops, best), NONE, NONE]
         if name in iso["power_laws"]:
             exponent, log_k = iso["power_laws"][name][:, 0]
-            law = (flops, np.exp(log_k) * flops**exponent)
-        scales = {"xscale": "log", "yscale": "log"}
-        plots.append(Plot(FLOPS, f"best {name}", [(flops, best), law, NONE], scales))
-    lowest = [found["loss"] for found in iso["budgets"]]
-    fixed = iso["fixed_depth"]
-    curves = [(flops, lowest), NONE, (list(fixed), list(fixed.values()))]
+            curves[1] = (flops, np.exp(log_k) * flops**exponent)
+        plots.append(Plot(FLOPS, f"best {name}", curves, log_log))
+    fixed = pd.Series(iso["fixed_depth"])
+    curves = [(flops, budgets.loss), NONE, (fixed.index, fixed)]
     plots.append(Plot(FLOPS, "loss", curves, {"xscale": "log"}))
     return figure(path, "", ["lowest point of the parabola", "power law", "fixed depth"], plots)
 
 
 def draw_law(fitted: dict, train, path: Path) -> list[str]:
     """Contours of L(mu, D) by mu and FLOPs, with the runs and the efficient frontier."""
-    mu = np.linspace(train.mu_rec.min(), train.mu_rec.max(), 200)
+    measured = train.mu_rec
+    mu = np.linspace(measured.min(), measured.max(), 200)
     flops = np.geomspace(train.flops.min(), train.flops.max())
-    tokens_per_flop = np.interp(mu, train.mu_rec, train.tokens / train.flops)  # between runs
-    grid = {"mu_rec": mu, "tokens": np.outer(flops, tokens_per_flop), "depth": 1}
-    grid |= train[["n_once", "n_rec"]].iloc[0].to_dict()
+    tokens_per_flop = np.interp(mu, measured, train.tokens / train.flops)  # between runs
+    tokens = np.outer(flops, tokens_per_flop)
+    grid = {"mu_rec": mu, "tokens": tokens, "depth": 1}
+    grid |= train[["n_once", "n_rec"]].iloc[0]
     loss = law_loss(fitted["logs"][0], grid)
     image = Figure(dpi=130, layout="constrained")
     axes = image.subplots()
@@ -529,7 +570,7 @@ def draw_law(fitted: dict, train, path: Path) -> list[str]:
     axes.clabel(contours)
     best = mu[loss.argmin(1)]
     axes.plot(best, flops, "k-", label="efficient frontier, within the grid")
-    axes.plot(train.mu_rec, train.flops, "k.", label="runs")
+    axes.plot(measured, train.flops, "k.", label="runs")
     axes.set(yscale="log", xlabel="mu_rec", ylabel=f"{FLOPS}; contours: loss")
     axes.legend()
     image.savefig(path)
@@ -538,14 +579,17 @@ def draw_law(fitted: dict, train, path: Path) -> list[str]:
 
 def draw_curves(fits: dict, rows, path: Path) -> list[str]:
     """Loss by test-time depth and its fits in the four forms: of each N the run of most FLOPs."""
-    largest = rows.sort_values("budget", kind="stable").drop_duplicates("n_eff", keep="last")
+    by_budget = rows.sort_values("budget", kind="stable")
+    largest = by_budget.drop_duplicates("n_eff", keep="last")
     plots = []
-    for run in largest.sort_values("n_eff").run:
-        points = rows[rows.run == run]
-        curves = [(points.depth, points.loss)]
-        for name, fitted in fits[run].items():
-            curves.append((points.depth, form_value(name, points.depth, **fitted)))
-        plots.append(Plot(DEPTH, f"mu_rec {points.mu_rec.iloc[0]}: loss", curves))
+    for row in largest.sort_values("n_eff").itertuples():
+        points = rows[rows.run == row.run]
+        depth = points.depth
+        curves = [(depth, points.loss)]
+        for name, fitted in fits[row.run].items():
+            guess = form_value(name, depth, **fitted)
+            curves.append((depth, guess))
+        plots.append(Plot(DEPTH, f"mu_rec {row.mu_rec}: loss", curves))
     return figure(path, "", ["measured", *FORMS], plots)
 
 
@@ -557,7 +601,9 @@ def draw_unified(fitted: dict, held_out, path: Path) -> list[str]:
     plots = []
     for first in held_out.drop_duplicates(["n_eff", "tokens"]).itertuples():
         run = held_out[held_out.run == first.run]
-        lines = [run.loss, law_loss(logs, run), loss_from_best(logs, run)]
-        curves = [(run.depth, line) for line in lines]
-        plots.append(Plot(DEPTH, f"mu_rec {first.mu_rec}, {first.tokens:.3g} tokens: loss", curves))
+        guess = law_loss(logs, run)
+        oracle = loss_from_best(logs, run)
+        curves = [(run.depth, line) for line in (run.loss, guess, oracle)]
+        ylabel = f"mu_rec {first.mu_rec}, {first.tokens:.3g} tokens: loss"
+        plots.append(Plot(DEPTH, ylabel, curves))
     return figure(path, "", ["measured", "unified law", "oracle"], plots)

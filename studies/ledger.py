@@ -54,7 +54,9 @@ def identity(settings: dict) -> frozenset:
         idle.update(train.LOOP_FLAGS)
     if known["optimizer"] == "adamw":
         idle.update(train.MUON_FLAGS)
-    return frozenset((name, value) for name, value in known.items() if name not in idle)
+    for name in idle:
+        known.pop(name, None)
+    return frozenset(known.items())
 
 
 # -- from a run directory to a line
@@ -73,7 +75,8 @@ def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
     of the last twentieth of the steps so far); or the state explodes: ‖h_T‖ becomes 10,000
     times that of step 1, or of 1, if it was below (the raw loop may begin at 0).
     """
-    bad = steps.state_norm > 1e4 * max(steps.state_norm[0], 1.0)
+    norm = steps.state_norm
+    bad = norm > 1e4 * max(norm[0], 1.0)
     if stopped:
         bad.iloc[-train.BAD_STEPS :] = True
     else:
@@ -82,12 +85,15 @@ def divergence(steps: pd.DataFrame, stopped: bool) -> int | None:
         limit = np.nanmin([medians[0], medians.min() + 0.5])
         last_good = medians.index[medians <= limit][-1]
         bad[last_good + 1 :] = True
-    return int(steps.step[bad].min()) if bad.any() else None
+    if not bad.any():
+        return None
+    return int(steps.step[bad].min())
 
 
 def training_curve(steps: pd.DataFrame) -> dict[str, list]:
     """The training curve in at most CURVE_POINTS points: means, and the last of their tokens."""
-    points = steps.groupby(steps.index * CURVE_POINTS // len(steps))
+    point = steps.index * CURVE_POINTS // len(steps)
+    points = steps.groupby(point)
     means = points[LOGGED].mean(skipna=False).dropna(axis="columns", how="all")
     tokens = points.tokens.last().astype(int)
     return {"tokens": tokens.tolist()} | means.to_dict("list")
@@ -108,8 +114,10 @@ def scores(run: LoggedRun) -> list[dict]:
 def evaluations(evals: list[dict]) -> list[dict]:
     """At most CURVE_POINTS of them, the last among these."""
     every = math.ceil(len(evals) / CURVE_POINTS) or 1
-    some = evals[::-1][::every][::-1]
-    return [{name: one.get(name) for name in ("tokens", "loss", "rho")} for one in some]
+    kept = []
+    for one in evals[::-every]:
+        kept.append({name: one.get(name) for name in ("tokens", "loss", "rho")})
+    return kept[::-1]
 
 
 def record(path: Path) -> dict | None:
@@ -118,18 +126,21 @@ def record(path: Path) -> dict | None:
         return None
     run = read_run(path)
     config = run.config
+    args = config["args"]
+    network = config["model"]
+    git = config["git"]
     steps = steps_of(run.train)
     stopped = not run.last.get("final")  # for want of finite losses
     written = time.gmtime((path / "log.jsonl").stat().st_mtime)
     copied = ("command", "params", "flops_per_token", "machine", "dtype", "versions")
     line = {name: config[name] for name in copied}
     line["run"] = str(path)
-    line["seed"] = config["args"]["seed"]
-    line["settings"] = settings_of(config["args"], config["model"], config["steps"])
-    line["mu_rec"] = config["model"]["mu_rec"]
+    line["seed"] = args["seed"]
+    line["settings"] = settings_of(args, network, config["steps"])
+    line["mu_rec"] = network["mu_rec"]
     line["data"] = config["data"]["sha256"]
-    line["commit"] = config["git"]["commit"]
-    line["changed"] = bool(config["git"]["diff"])
+    line["commit"] = git["commit"]
+    line["changed"] = bool(git["diff"])
     line["date"] = time.strftime("%Y-%m-%d", written)
     line["diverged_at"] = divergence(steps, stopped)
     line["loss"] = {} if stopped else run.last["loss"]

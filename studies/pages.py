@@ -19,7 +19,6 @@ from tools.figures import (
     plus_minus,
     records_table,
     save_page,
-    table,
 )
 
 DEPTHS = {1, 2, 4, 8, 12, 16, 24, 64}  # of the tables
@@ -64,8 +63,8 @@ def at_mu_rec(line: dict) -> float:
 
 def has_one_depth(line: dict) -> bool:
     """Whether a model is flat, or was always trained with one loop and is used with one."""
-    once = line["mu_rec"] == 1 and line["settings"]["sampling"] == "fixed"
-    return line["mu_rec"] == 0 or once
+    mu_rec = line["mu_rec"]
+    return mu_rec == 0 or mu_rec == 1 and line["settings"]["sampling"] == "fixed"
 
 
 def depths_of(arms: list[Arm]) -> list:
@@ -94,13 +93,16 @@ def losses_of(arm: Arm, depths: list) -> pd.DataFrame:
 
 def cell(arm: Arm) -> str:
     """What the seeds of an arm say: the steps at which some diverge, and the mean loss at mu_rec."""
-    diverged = [str(line["diverged_at"]) for line in arm.runs if line["diverged_at"]]
-    said = [f"diverges at step {', '.join(diverged)}"] if diverged else []
+    steps = [line["diverged_at"] for line in arm.runs if line["diverged_at"]]
     losses = losses_of(arm, ["mu_rec"])["mu_rec"]
-    spread = f" ({losses.std():.4f}; n = {len(losses)})" if len(losses) > 1 else ""
-    if len(losses) or not said:
-        said.append(plus_minus(losses) + spread)
-    return "; ".join(said)
+    n = len(losses)
+    mean = plus_minus(losses)
+    if n > 1:
+        mean += f" ({losses.std():.4f}; n = {n})"
+    if not steps:
+        return mean
+    said = f"diverges at step {', '.join(map(str, steps))}"
+    return f"{said}; {mean}" if n else said
 
 
 def loss_table(arms: list[Arm]) -> list[str]:
@@ -118,7 +120,7 @@ def loss_table(arms: list[Arm]) -> list[str]:
         numbers = [f"{of}: {number}" for of, number in arm.source.items()]
         row["source, by depth or score"] = "; ".join(numbers) or "–"
         rows.append(row)
-    return table(list(rows[0]), [row.values() for row in rows])
+    return frame_table(pd.DataFrame(rows).set_index("arm"))
 
 
 # -- differences, paired by seed
@@ -150,18 +152,20 @@ def differences(arms: list[Arm], experiment) -> list[Difference]:
 
 
 def difference_table(found: list[Difference]) -> list[str]:
-    rows = {}
+    if not found:
+        return []
+    rows = []
     for d in found:
         values = d.values.dropna(axis="columns")  # depths that all seeds have
-        row = {"arm": d.arm.name(), "difference from": d.base.name(), "seeds": len(values)}
+        row = {"arm": d.arm.name(), "difference from": d.base.name()}
+        row["seeds"] = len(values)
         for depth in values:
             row[f"depth {depth}"] = plus_minus(values[depth], "+.4f")
-        rows[len(rows)] = row
-    if not rows:
-        return []
-    depths = [f"depth {depth}" for depth in ["mu_rec", *sorted(DEPTHS)]]
-    columns = ["arm", "difference from", "seeds", *depths]
-    frame = pd.DataFrame(rows, columns).dropna(how="all").T.set_index("arm")
+        rows.append(row)
+    depths = [f"depth {depth}" for depth in sorted(DEPTHS)]
+    columns = ["difference from", "seeds", "depth mu_rec", *depths]
+    frame = pd.DataFrame(rows).set_index("arm").reindex(columns=columns)
+    frame = frame.dropna(axis="columns", how="all")
     return ["## Differences of loss by depth, paired by seed", "", *frame_table(frame)]
 
 
@@ -200,16 +204,20 @@ def origin(line: dict) -> str:
     commit = "commit " + (line["commit"] or "unknown")[:10]
     if line["changed"]:
         commit += " with changes"
-    versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
-    data = f"data {line['data'][:10]}; {line['eval_tokens']} validation tokens"
-    return "- " + "; ".join([line["machine"], line["dtype"], versions, data, commit, line["date"]])
+    versions = ", ".join(map(" ".join, line["versions"].items()))
+    made = "- {machine}; {dtype}".format(**line)
+    data = "data {data:.10}; {eval_tokens} validation tokens".format(**line)
+    return "; ".join([made, versions, data, commit, line["date"]])
 
 
 # -- figures
 
 
-def curve(line: dict, kind: str) -> tuple:
-    """(x, y) of one run's curve over training."""
+def curve(arm: Arm, kind: str) -> tuple:
+    """(x, y) of the first run's curve over training."""
+    if not arm.runs:
+        return [], []
+    line = arm.runs[0]
     evals = line["evals"]
     if kind == "ρ(Ā)":
         values = {record["tokens"]: record.get("rho") for record in evals}
@@ -220,7 +228,8 @@ def curve(line: dict, kind: str) -> tuple:
         values = {record["tokens"]: record["loss"].get(depth) for record in evals}
     else:
         logged = line["curve"]
-        values = dict(zip(logged["tokens"], logged.get(OVER_TRAINING[kind], [])))
+        y = logged.get(OVER_TRAINING[kind], [])
+        values = dict(zip(logged["tokens"], y))
     known = pd.Series(values, dtype=float).dropna()
     return known.index.to_numpy(float) / 1e6, known.to_numpy()
 
@@ -230,17 +239,21 @@ def difference_plot(arms: list[Arm], ylabel: str, experiment) -> Plot:
     means = {arm.name(): {} for arm in arms}
     halves = dict.fromkeys(means)
     for d in differences(arms, experiment):
+        name = d.arm.name()
         values = d.values.drop(columns="mu_rec").dropna(axis="columns")
-        means[d.arm.name()] = values.mean().to_dict()
+        means[name] = values.mean().to_dict()
         if len(values) > 1:
-            halves[d.arm.name()] = [half_width(values[depth]) for depth in values]
+            halves[name] = [half_width(values[depth]) for depth in values]
     plot = depth_plot(list(means.values()), ylabel)
     plot.half_widths = list(halves.values())
     return plot
 
 
-def level(line: dict) -> dict[int, float]:
+def level(arm: Arm) -> dict[int, float]:
     """Losses by depth; of a model of one depth the key is 0, for a horizontal line."""
+    if not arm.runs:
+        return {}
+    line = arm.runs[0]
     if line["loss"] and has_one_depth(line):
         return {0: at_mu_rec(line)}
     return line["loss"]
@@ -251,11 +264,10 @@ def plot_of(kind: str, arms: list[Arm], title: str, experiment) -> Plot:
     ylabel = "\n".join([*textwrap.wrap(title, 30), kind])
     if kind == "difference by depth":
         return difference_plot(arms, ylabel, experiment)
-    firsts = [arm.runs[0] if arm.runs else None for arm in arms]
     if kind == "loss by depth":
-        return depth_plot([level(line) if line else {} for line in firsts], ylabel)
+        return depth_plot([level(arm) for arm in arms], ylabel)
     scale = "log" if kind in ("state norm", "residual") else "linear"
-    curves = [curve(line, kind) if line else ([], []) for line in firsts]
+    curves = [curve(arm, kind) for arm in arms]
     return Plot("tokens trained, millions", ylabel, curves, {"yscale": scale})
 
 
@@ -263,8 +275,11 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
     """The figure; panels are split by the arms' rows or columns if the experiment says so."""
     groups = {}  # {title: {label: arm}}
     for arm in arms:
-        places = {"row": (arm.row, arm.col), "col": (arm.col, arm.row), "": ("", arm.name())}
-        title, label = places[experiment.split]
+        title = ""
+        label = arm.name()
+        if experiment.split:
+            title = getattr(arm, experiment.split)
+            label = arm.col if experiment.split == "row" else arm.row
         groups.setdefault(title, {})[label] = arm
     names = list(dict.fromkeys(chain(*groups.values())))
     plots = []
@@ -280,10 +295,11 @@ def draw(arms: list[Arm], experiment, path: Path) -> list[str]:
 
 def introduction(command: str, lines: list[dict]) -> list[str]:
     """What was run, and how to read the tables."""
-    ratios = sorted({float(f"{line['tokens_per_param']:.2g}") for line in lines})
-    seeds = sorted({line["seed"] for line in lines})
-    trained = f"Training tokens a parameter: {', '.join(map('{:g}'.format, ratios))}."
-    trained += f" Seeds: {', '.join(map(str, seeds))}."
+    runs = pd.DataFrame(lines)
+    lengths = runs.tokens_per_param.map("{:.2g}".format).astype(float)
+    ratios = ", ".join(map("{:g}".format, sorted(set(lengths))))
+    seeds = ", ".join(map(str, sorted(set(runs.seed))))
+    trained = f"Training tokens a parameter: {ratios}. Seeds: {seeds}."
     unigram = f"Entropy of the token frequencies: {fmt(lines[0]['unigram'])} nats."
     return [f"`{command}`", "", trained, CELLS, DIVERGED, unigram, ""]
 
@@ -313,5 +329,6 @@ def write_page(args, experiment, tables: list[list[Arm]]) -> None:
     text += difference_table(found)
     text += score_table(arms)
     text += run_table(arms)
-    text += [*sorted({origin(line) for line in lines}), ""]
+    origins = {origin(line) for line in lines}
+    text += [*sorted(origins), ""]
     save_page(args.out, below_opening(args.out, opening, text))

@@ -56,7 +56,7 @@ trap '[ $? -eq 0 ] || echo "speedrun.sh: ended early; the same command continues
 say "texts: $DATA"
 TEXTS=data/$DATA DOWNLOAD= PROMPT="The history of"
 case "$DATA" in
-stdlib) $PY dataloader.py stdlib --out $TEXTS && PROMPT="def __init__(self" ;;
+stdlib) PROMPT="def __init__(self"; $PY dataloader.py stdlib --out $TEXTS ;;
 fineweb-edu) # a shard is about 53M tokens, of which packing crops up to 40 %; the tokenizer reads 12 shards
     SHARDS=$(printf '%.0f' "$TOKENS" | awk '{n = int($1 / 31e6) + 2; print n < 12 ? 12 : n > 1822 ? 1822 : n}')
     $PY dataloader.py download --out $TEXTS --shards 12

@@ -99,8 +99,9 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
     rows = []
     for line in lines:
         cfg = config_of(line["settings"])
-        flops = line["tokens"] * line["flops_per_token"]
-        run = [line["run"], cfg.mu_rec, line["tokens"], flops, *sizes(cfg)]
+        tokens = line["tokens"]
+        flops = tokens * line["flops_per_token"]
+        run = [line["run"], cfg.mu_rec, tokens, flops, *sizes(cfg)]
         for depth, loss in line["loss"].items():
             rows.append([*run, depth, loss])
     return pd.DataFrame(rows, columns=ROW)
@@ -109,7 +110,8 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
 def prepared(rows) -> pd.DataFrame:
     """Adds budget, best and N (n_eff); runs that were not evaluated at mu_rec are left out."""
     best = at_mu_rec(rows).set_index("run").loss
-    rows = rows.assign(budget=budgets_of(rows.flops), best=rows.run.map(best))
+    rows = rows.assign(best=rows.run.map(best))
+    rows["budget"] = budgets_of(rows.flops)
     rows["n_eff"] = rows.n_once + rows.mu_rec * rows.n_rec
     rows = rows.dropna(subset="best")
     return rows.sort_values(["mu_rec", "depth"], kind="stable", ignore_index=True)
@@ -325,15 +327,15 @@ def lowest_point(grid, noise, rng) -> dict:
     x = grid.x.to_numpy()
     smooth = grid.smooth.to_numpy()
     low, *_, high = x
-    drawn = rng.choice(noise, (RESAMPLES, len(x)))
-    losses = np.vstack([smooth, smooth + drawn])
+    drawn = smooth + rng.choice(noise, (RESAMPLES, len(x)))
+    losses = np.vstack([smooth, drawn])
     parabolas = np.polyfit(x, losses.T, 2)  # (3, 1 + RESAMPLES)
     bend, slope, _ = parabolas
     vertex = -slope / (2 * bend)
-    inside = np.clip(vertex, low, high)
+    within = np.clip(vertex, low, high)
     falls = bend * (low + high) + slope < 0  # from one end to the other
     lower_end = np.where(falls, high, low)
-    best = np.where(bend > 0, inside, lower_end)
+    best = np.where(bend > 0, within, lower_end)
     log_tokens = np.interp(best, x, np.log(grid.tokens))
     found = {"budget": grid.budget.iloc[0], "mu": 2**best}
     found["tokens"] = np.exp(log_tokens)

@@ -64,7 +64,8 @@ def at_mu_rec(line: dict) -> float:
 def has_one_depth(line: dict) -> bool:
     """Whether a model is flat, or was always trained with one loop and is used with one."""
     mu_rec = line["mu_rec"]
-    return mu_rec == 0 or mu_rec == 1 and line["settings"]["sampling"] == "fixed"
+    once = mu_rec == 1 and line["settings"]["sampling"] == "fixed"
+    return mu_rec == 0 or once
 
 
 def depths_of(arms: list[Arm]) -> list:

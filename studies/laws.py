@@ -110,8 +110,8 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
 def prepared(rows) -> pd.DataFrame:
     """Adds budget, best and N (n_eff); runs that were not evaluated at mu_rec are left out."""
     best = at_mu_rec(rows).set_index("run").loss
-    rows = rows.assign(best=rows.run.map(best))
-    rows["budget"] = budgets_of(rows.flops)
+    rows = rows.assign(budget=budgets_of(rows.flops))
+    rows["best"] = rows.run.map(best)
     rows["n_eff"] = rows.n_once + rows.mu_rec * rows.n_rec
     rows = rows.dropna(subset="best")
     return rows.sort_values(["mu_rec", "depth"], kind="stable", ignore_index=True)

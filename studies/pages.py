@@ -322,7 +322,9 @@ def write_page(args, experiment, tables: list[list[Arm]]) -> None:
         shown += [arm for arm in part if arm.runs or arm.source]
         found += differences(part, experiment)
     arms = [arm for arm in shown if arm.runs]
-    lines = [line for arm in arms for line in arm.runs]
+    lines = []
+    for arm in arms:
+        lines += arm.runs
     opening = [f"# {experiment.title}: {args.scale}", ""]
     opening += draw(arms, experiment, Path(f"{args.out}.png"))
     text = introduction(args.command, lines)

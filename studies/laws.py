@@ -27,7 +27,7 @@ from scipy.special import huber
 
 from model import Model, config_of
 from studies.pages import below_opening
-from tools.figures import Plot, figure, fmt, frame_table, save_page, table
+from tools.figures import Plot, figure, fmt, frame_table, save_page
 
 ROW = ["run", "mu_rec", "tokens", "flops", "n_once", "n_rec", "depth", "loss"]
 DELTA = 1e-3  # of the Huber loss on log loss
@@ -99,8 +99,9 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
     rows = []
     for line in lines:
         cfg = config_of(line["settings"])
-        flops = line["tokens"] * line["flops_per_token"]
-        run = [line["run"], cfg.mu_rec, line["tokens"], flops, *sizes(cfg)]
+        tokens = line["tokens"]
+        flops = tokens * line["flops_per_token"]
+        run = [line["run"], cfg.mu_rec, tokens, flops, *sizes(cfg)]
         for depth, loss in line["loss"].items():
             rows.append([*run, depth, loss])
     return pd.DataFrame(rows, columns=ROW)
@@ -109,7 +110,8 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
 def prepared(rows) -> pd.DataFrame:
     """Adds budget, best and N (n_eff); runs that were not evaluated at mu_rec are left out."""
     best = at_mu_rec(rows).set_index("run").loss
-    rows = rows.assign(budget=budgets_of(rows.flops), best=rows.run.map(best))
+    rows = rows.assign(budget=budgets_of(rows.flops))
+    rows["best"] = rows.run.map(best)
     rows["n_eff"] = rows.n_once + rows.mu_rec * rows.n_rec
     rows = rows.dropna(subset="best")
     return rows.sort_values(["mu_rec", "depth"], kind="stable", ignore_index=True)
@@ -142,7 +144,7 @@ def law_loss(logs, rows):
 
 def loop_term(logs, rows):
     """What too few loops at test time cost."""
-    Z, z, gamma = np.exp(logs[5:8])
+    *_, Z, z, gamma, _ = np.exp(logs)
     exponent = -z * rows["depth"] * rows["mu_rec"] ** -gamma
     return Z * np.exp(exponent)
 
@@ -159,8 +161,7 @@ class Problem:
         fixed = LAWS[name]
         self.fixed = {key: math.log(fixed[key]) for key in fixed}
         self.free = [key for key in BOX if key not in fixed]
-        columns = ["n_once", "n_rec", "tokens", "depth", "mu_rec", "loss"]
-        self.rows = {column: rows[column].to_numpy(float) for column in columns}
+        self.rows = {column: rows[column].to_numpy(float) for column in ROW[1:]}
         sizes_and_data = rows[["n_eff", "tokens"]].to_numpy(float)
         self.center = np.log(sizes_and_data).mean(0)
         box = np.log([BOX[key] for key in self.free])
@@ -314,7 +315,7 @@ def fit_isoflop(rows, rng) -> dict:
             power_laws[name] = np.polyfit(log_flops, log_best, 1)  # exponent, ln k
     once = rows[rows.mu_rec == 1]
     fixed = once.groupby("budget").loss.mean()
-    return {"budgets": budgets, "power_laws": power_laws, "fixed_depth": fixed.to_dict()}
+    return {"budgets": budgets, "power_laws": power_laws, "fixed_depth": fixed}
 
 
 def lowest_point(grid, noise, rng) -> dict:
@@ -326,20 +327,21 @@ def lowest_point(grid, noise, rng) -> dict:
     x = grid.x.to_numpy()
     smooth = grid.smooth.to_numpy()
     low, *_, high = x
-    drawn = rng.choice(noise, (RESAMPLES, len(x)))
-    losses = np.vstack([smooth, smooth + drawn])
+    drawn = smooth + rng.choice(noise, (RESAMPLES, len(x)))
+    losses = np.vstack([smooth, drawn])
     parabolas = np.polyfit(x, losses.T, 2)  # (3, 1 + RESAMPLES)
     bend, slope, _ = parabolas
     vertex = -slope / (2 * bend)
+    within = np.clip(vertex, low, high)
     falls = bend * (low + high) + slope < 0  # from one end to the other
     lower_end = np.where(falls, high, low)
-    best = np.where(bend > 0, np.clip(vertex, low, high), lower_end)
+    best = np.where(bend > 0, within, lower_end)
     log_tokens = np.interp(best, x, np.log(grid.tokens))
     found = {"budget": grid.budget.iloc[0], "mu": 2**best}
     found["tokens"] = np.exp(log_tokens)
     found["parabola"] = parabolas[:, 0]
     found["loss"] = np.polyval(found["parabola"], best[0])
-    found["inside"] = bool(low < best[0] < high)
+    found["inside"] = low < best[0] < high
     found["slope"] = np.polyfit(x, smooth, 1)[0]  # nats for each doubling of mu_rec
     return found
 
@@ -468,7 +470,7 @@ def isoflop_table(iso: dict) -> list[str]:
         row["slope, nats a doubling of mu_rec"] = fmt(found["slope"], "+.4f")
         row["fixed depth 1"] = fmt(iso["fixed_depth"].get(budget))
         shown.append(row)
-    return table(list(row), [row.values() for row in shown])
+    return frame_table(pd.DataFrame(shown).set_index("FLOPs"))
 
 
 def power_laws(iso: dict) -> list[str]:
@@ -548,7 +550,7 @@ def draw_optima(iso: dict, path: Path) -> list[str]:
             exponent, log_k = iso["power_laws"][name][:, 0]
             curves[1] = (flops, np.exp(log_k) * flops**exponent)
         plots.append(Plot(FLOPS, f"best {name}", curves, log_log))
-    fixed = pd.Series(iso["fixed_depth"])
+    fixed = iso["fixed_depth"]
     curves = [(flops, budgets.loss), NONE, (fixed.index, fixed)]
     plots.append(Plot(FLOPS, "loss", curves, {"xscale": "log"}))
     return figure(path, "", ["lowest point of the parabola", "power law", "fixed depth"], plots)

@@ -64,7 +64,8 @@ def at_mu_rec(line: dict) -> float:
 def has_one_depth(line: dict) -> bool:
     """Whether a model is flat, or was always trained with one loop and is used with one."""
     mu_rec = line["mu_rec"]
-    return mu_rec == 0 or mu_rec == 1 and line["settings"]["sampling"] == "fixed"
+    once = mu_rec == 1 and line["settings"]["sampling"] == "fixed"
+    return mu_rec == 0 or once
 
 
 def depths_of(arms: list[Arm]) -> list:
@@ -321,7 +322,9 @@ def write_page(args, experiment, tables: list[list[Arm]]) -> None:
         shown += [arm for arm in part if arm.runs or arm.source]
         found += differences(part, experiment)
     arms = [arm for arm in shown if arm.runs]
-    lines = [line for arm in arms for line in arm.runs]
+    lines = []
+    for arm in arms:
+        lines += arm.runs
     opening = [f"# {experiment.title}: {args.scale}", ""]
     opening += draw(arms, experiment, Path(f"{args.out}.png"))
     text = introduction(args.command, lines)

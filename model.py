@@ -11,14 +11,19 @@ Looped language models: a Transformer whose middle block is applied a variable n
     gain = (1 - decay) / a   `zoh`     Exact-ZOH (Huang 2026): the held-input integral, solved exactly
 
 R̄ is what the core blocks add to the injected state, so one loop is "inject, then run the core
-blocks". In shapes: B sequences, T tokens, D width, H heads, V vocabulary.
+blocks". In shapes, such as (B, T, D), B is sequences (not the matrix B), T tokens, D width, H heads,
+V vocabulary. The RDM is the recurrent-depth model of Geiping et al. 2025, the paper's baseline.
 
 Where to change what:
     the input gain            a function, and its line in GAINS
     decay and gain            DiagonalInjection.decay_and_write; each may be (D,) or (B, T, D)
     the linear path           a class like DiagonalInjection, and its line in INJECTIONS
     which tokens see which    Attention.sees
-    one whole loop            Model.core_step, which knows each sequence's own loop index
+    one whole loop            Model.core_step, which knows each sequence's own loop index; a table by it:
+                              at_index (looped/mechanisms.py), trained_loops (looped/depth.py)
+    the loss                  Model.head_loss in training, Model.token_losses in validation; a further
+                              term: Model.loss, a sum over tokens
+    a flag of the network     a field of ModelConfig; a word's choices: its line in CHOICES
     how its change enters h   a class as in looped/mechanisms.py, and its line in MECHANISMS
     the log's statistics      Model.statistics, of the last loop's h and the one before
     how deep                  looped/depth.py
@@ -387,7 +392,7 @@ class Attention(nn.Module):
         return k, v
 
     def turned(self, x, context: Context):
-        """Queries or keys (B, T, H, D/H) by their positions -> (B, H, T, D/H)."""
+        """Queries or keys (B, T, H, D/H), rotated by their positions and normed -> (B, H, T, D/H)."""
         x = rope(x, context.cos, context.sin)
         if self.qk_norm:
             x = F.rms_norm(x, x.shape[-1:], eps=EPS)
@@ -425,6 +430,7 @@ class SwiGLU(nn.Module):
         return self.proj(hidden * self.up(x))
 
 
+# Each is made from (cfg, layer) and called with (x, context), so that one may depend on the loop.
 MLPS = {"relu2": MLP, "swiglu": SwiGLU}
 
 
@@ -432,6 +438,7 @@ def no_norm(d: int) -> nn.Module:
     return nn.Identity()
 
 
+# --block: the norms after the sums
 NORMS_OF_SUMS = {"prenorm": no_norm, "resnorm": RMSNorm}
 
 
@@ -456,7 +463,7 @@ class Block(nn.Module):
         """x (B, T, D), the residual stream -> the same shape and dtype. The branches compute in the
         activations' dtype, which may be a shorter one.
         """
-        dtype = context.cos.dtype
+        dtype = context.cos.dtype  # the activations'
         y = self.attn(self.norm1(x).to(dtype), values, context)
         x = self.norm3(x + y)
         y = self.mlp(self.norm2(x).to(dtype), context)
@@ -631,7 +638,7 @@ def flat(looped: ModelConfig) -> ModelConfig:
 
 
 def rdm_setup(looped: ModelConfig, d_mlp: int) -> ModelConfig:
-    """Parcae in the setup of Geiping et al."""
+    """Parcae in the setup of Geiping et al., in which it is compared with the RDM."""
     without = {"qk_norm": False, "value_embeds": False, "prelude_norm": False, "readout": False}
     return replace(looped, d_mlp=d_mlp, mlp="swiglu", init="scaled", **without)
 
@@ -744,7 +751,7 @@ class Model(nn.Module):
         | A_log; dt_bias; B                | 0; softplus⁻¹(-ln ssm_decay); identity                        |
         """
         for name, p in self.named_parameters():
-            own = name.removeprefix("injection.")
+            own = name.removeprefix("injection.")  # under which recorded runs drew it
             key = hash_key(seed, FOR_INIT, *own.encode())
             generator = torch.Generator().manual_seed(key & 0x7FFFFFFFFFFFFFFF)
             p.copy_(p.init(p.shape, generator))
@@ -760,7 +767,7 @@ class Model(nn.Module):
         return x if self.norm_e is None else self.norm_e(x)
 
     def initial_state(self, e, seeds, positions=None):
-        """h_0 (B, T, D), a function of (key, position, channel): see STATE_INITS."""
+        """h_0 (B, T, D), a function of (seed, position, channel): see STATE_INITS."""
         B, T, D = e.shape
         std, cut = STATE_INITS[self.cfg.state_init]
         if std == 0:
@@ -840,11 +847,11 @@ class Model(nn.Module):
     def coda_loss(self, h, ids, targets):
         """The last loop's h (B, T, D) -> summed cross-entropy of a micro-batch, nats, float32."""
         x = self.coda(h, ids).flatten(0, 1)
-        losses = []
         chunks = self.head_chunks(x, targets)
+        if len(chunks) == 1:
+            return self.head_loss(*chunks[0])
+        losses = []
         for part, target in chunks:
-            if len(chunks) == 1:
-                return self.head_loss(part, target)
             # its logits are made again in the backward pass
             loss = checkpoint(
                 self.head_loss, part, target, use_reentrant=False, preserve_rng_state=False
@@ -895,8 +902,8 @@ class Model(nn.Module):
                 core = self.core(inputs.first(loop.active), loop.index, cache)
                 new = mechanism.step(active, history, loop.index, core)
                 if loop.live is not None:  # tokens that are done keep their state
-                    ones = [1] * (new.dim() - 2)
-                    live = loop.live.view(*loop.live.shape, *ones)
+                    trailing = [1] * (new.dim() - 2)
+                    live = loop.live.view(*loop.live.shape, *trailing)
                     new = torch.where(live, new, active)
             whole = loop.active == len(state)
             state = new if whole else torch.cat([new, state[loop.active :]])
@@ -1024,7 +1031,7 @@ class Model(nn.Module):
         The loop stays in Python, since its length varies. core_step gets one graph with gradient and
         one without, for any number of sequences.
         """
-        # one sequence is any number, too
+        # one graph for any number of sequences, one included
         torch.fx.experimental._config.backed_size_oblivious = True
         compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
         step = compiled(self.core_step)
@@ -1062,9 +1069,9 @@ def forward_flops(settings: tuple, tokens: int) -> tuple[float, float]:
     with torch.device("meta"):
         model = Model(ModelConfig(*settings)).to("meta")
         ids = torch.zeros(1, tokens, dtype=torch.int64)
-        index = torch.zeros(1, dtype=torch.int64)
+        seeds = index = torch.zeros(1, dtype=torch.int64)
     with FlopCounterMode(display=False) as once:
-        h, inputs = model.enter_loop(ids, index)
+        h, inputs = model.enter_loop(ids, seeds)
         model.head(model.coda(h, ids))
     loop = FlopCounterMode(display=False)
     if inputs is not None:

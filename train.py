@@ -235,7 +235,7 @@ def check_meaning(args, given: dict, cfg: ModelConfig) -> None:
 
 
 def recipe_of(preset: str) -> Recipe:
-    """The recipe whose name ends the preset's, the longest if several do."""
+    """The recipe whose name ends the preset's, as 140m does transformer-140m's; the longest one."""
     fitting = [name for name in RECIPES if f"-{preset}".endswith(f"-{name}")]
     return RECIPES[max(fitting, key=len)]
 
@@ -384,13 +384,13 @@ def accumulate(model: Model, batch: Batch, size: int, step_tokens: int) -> dict:
     """Gradients of this rank's sequences, so many at once -> its share of the step's mean loss and
     statistics, on the device. Nothing waits for the device.
     """
-    means = {}
+    shares = {}
     for ids, targets, seeds, n, k in batch.micro_batches(size):
         loss, stats = model.loss(ids, targets, seeds, n, k)
         (loss / step_tokens).backward()
         for name, value in {"loss": loss.detach(), **stats}.items():
-            means[name] = means.get(name, 0.0) + value / step_tokens
-    return means
+            shares[name] = shares.get(name, 0.0) + value / step_tokens
+    return shares
 
 
 def try_deepest(model: Model, args, place: Place) -> None:
@@ -593,12 +593,12 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step > 0 and step % every == 0
 
 
-def record_step(log: RunLog, step: int, entry: dict, sums: dict) -> tuple[bool, bool]:
+def record_step(log: RunLog, step: int, entry: dict, totals: dict) -> tuple[bool, bool]:
     """Reads a step's numbers, which waits for the device -> whether they are finite, and whether a
     rank was asked to stop.
     """
-    values = torch.stack(list(sums.values())).tolist()
-    numbers = dict(zip(sums, values))
+    values = torch.stack(list(totals.values())).tolist()
+    numbers = dict(zip(totals, values))
     stopped = numbers.pop("stop") > 0
     norm2 = numbers.pop("grad_norm2")
     good = math.isfinite(norm2) and math.isfinite(numbers["loss"])
@@ -636,13 +636,13 @@ def train_steps(args, place: Place, data: PackedData, model, optimizer, yardstic
                 gc.disable()  # a collection would stall all ranks
 
             rates = schedule(step, steps, args)
-            means = accumulate(model, batch, args.device_batch_size, step_tokens)
-            means["stop"] = torch.full((), float(len(caught)), device=place.device)
-            sums = optimizer.step(rates, means)
+            shares = accumulate(model, batch, args.device_batch_size, step_tokens)
+            shares["stop"] = torch.full((), float(len(caught)), device=place.device)
+            totals = optimizer.step(rates, shares)  # summed over ranks, so all stop together
             entry = {"lr_multiple": rates.lr, "depth_mean": batch.depth_mean}
             step += 1
             batch = next_batch(data, cfg, args, step, place)  # while a GPU computes
-            good, stopped = record_step(log, step, entry, sums)
+            good, stopped = record_step(log, step, entry, totals)
 
             bad = 0 if good else bad + 1
             if bad == BAD_STEPS:

@@ -447,7 +447,8 @@ def open_panel(args, place: Place) -> Panel:
     panel = load_panel(bundle, args.panel, protocol, args.max_per_task, args.task)
     if panel.left_out:
         labels = ", ".join(panel.left_out)
-        place.say(f"left out, as there is no file or no more examples than shots: {labels}")
+        few = "no file, or no more examples than shots (--max-per-task)"
+        place.say(f"{len(panel.left_out)} tasks left out ({few}): {labels}")
     return panel
 
 
@@ -471,7 +472,19 @@ def run_panel(model, enc, panel: Panel, path: Path, header: dict, settings: Sett
             place.say(describe(label, depth, entry))
         if place.rank == 0:
             write_json(path, header | {"depths": records})
+    last = records[str(settings.depths[-1])]["tasks"]
+    if mostly_cropped(panel, last, len(settings.seeds)):
+        context = f"the model's context, {model.cfg.seq_len} tokens"
+        place.say(f"nearly all prompts with shots are cut to {context}: chance is what to expect")
     return records
+
+
+def mostly_cropped(panel: Panel, entries: dict, seeds: int) -> bool:
+    """Whether more than nine in ten of the prompts with shots are longer than the model reads."""
+    few = [entries[task.label] for task in panel.tasks if task.shots]
+    asked = sum(entry["n"] for entry in few)
+    cropped = sum(entry["cropped"] for entry in few)
+    return cropped > 0.9 * asked * seeds
 
 
 def describe_settings(args, model, config) -> dict:

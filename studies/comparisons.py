@@ -1,6 +1,6 @@
 """
 The comparisons of the sources as data: every experiment's arms, each a line of train.py flags
-with its place in a table and the source's numbers. Sources: the paper (Parcae; Prairie et al.
+with the group that it is compared in and the source's numbers. Sources: the paper (Parcae; Prairie et al.
 2026) and the post (Exact-ZOH; Huang 2026).
 
 At the small scale (`nano`) an arm usually trains 20 tokens for each parameter of the preset of that
@@ -11,11 +11,12 @@ function of the scale's name under @experiment(…).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pandas as pd
 
+from tools.arms import Arm
 from train import RECIPES
 
 SOURCES = Path(__file__).with_name("sources.csv")  # of: a depth, or a score
@@ -24,35 +25,27 @@ LENGTHS = {"140m": 11.2e9, "370m": 29.6e9, "770m": 61.6e9, "1.3b": 104e9}  # the
 TRANSFORMER = ("nano", *LENGTHS)  # sizes of the paper's two setups
 RDM = ("nano", "100m", "350m")
 UP_TO_80 = (20, 40, 80)  # tokens a parameter at the small scale
+ONE_LOOP = "--sampling fixed --mu-rec 1"
 
 
 @dataclass
-class Arm:
-    row: str = ""
-    col: str = ""
+class StudyArm(Arm):
     preset: str = "parcae"  # without its size
     flags: str = ""
     tokens: float = 0
     flops: float = 0  # training FLOPs, instead of tokens
     equal_flops: bool = False  # trains the FLOPs that the looped model needs for its tokens
     source: dict = field(default_factory=dict)  # {depth, "mu_rec" or score: the source's number}
-    runs: list[dict] = field(default_factory=list)  # lines of the ledger, by seed
-
-    def name(self) -> str:
-        return f"{self.row}, {self.col}".removesuffix(", ")
 
 
 @dataclass
 class Experiment:
     title: str
     scales: tuple[str, ...]
-    tables: Callable[[str], list[list[Arm]]]  # of the scale's name
+    arms: Callable[[str], list[StudyArm]]  # of the scale's name
     depths: str = "1,2,4,8,16"  # evaluated
     perplexity: bool = False  # the source's unit: its numbers are shown as their logarithms
-    within: str = "col"  # differences are to the first arm of the same column, or row
-    stepwise: bool = False  # differences are to the arm before instead
-    panels: tuple[str, ...] = ("training loss", "loss by depth", "state norm", "residual")
-    split: str = ""  # a panel of each kind for every "row" or "col"
+    curves: tuple[str, ...] = ()  # over training, beside the losses: of tools.arms
     flags: str = ""  # of all arms
     seeds: int = 4  # at the small scale; 1 at the others
     fits: bool = False  # the page ends in the fits of studies/laws.py
@@ -62,18 +55,18 @@ EXPERIMENTS = {}
 
 
 def experiment(title: str, scales: tuple[str, ...], **fields):
-    """Enters the function below it, which makes the tables, into EXPERIMENTS under its name."""
+    """Enters the function below it, which makes the arms, into EXPERIMENTS under its name."""
 
-    def enter(tables):
-        EXPERIMENTS[tables.__name__] = Experiment(title, scales, tables, **fields)
-        return tables
+    def enter(arms):
+        EXPERIMENTS[arms.__name__] = Experiment(title, scales, arms, **fields)
+        return arms
 
     return enter
 
 
-def tables_of(name: str, scale: str) -> list[list[Arm]]:
-    """The arms of an experiment, a list for each of its tables, with the source's numbers."""
-    tables = EXPERIMENTS[name].tables(scale)
+def arms_of(name: str, scale: str) -> list[StudyArm]:
+    """The arms of an experiment, with the source's numbers."""
+    arms = EXPERIMENTS[name].arms(scale)
     known = pd.read_csv(SOURCES, dtype=str, keep_default_na=False).query("experiment == @name")
     if scale not in set(known.scale):
         scale = next(iter(known.scale), scale)  # beside the smallest of the source's
@@ -82,15 +75,15 @@ def tables_of(name: str, scale: str) -> list[list[Arm]]:
         value = number.value
         if EXPERIMENTS[name].perplexity and of in {"mu_rec", *range(99)}:
             value = f"{math.log(float(value)):.3f}"
-        for arm in tables[int(number.table)]:
-            if (arm.row, arm.col) == (number.row, number.col):
+        for arm in arms:
+            if arm.label == number.arm and number.group in ("", arm.group):
                 arm.source[of] = value
-    return tables
+    return arms
 
 
-def rows(flags: dict[str, str], **same) -> list[Arm]:
+def rows(flags: dict[str, str], group: str = "", **same) -> list[StudyArm]:
     """An arm for each row's flags."""
-    return [Arm(row, flags=text, **same) for row, text in flags.items()]
+    return [StudyArm(label, group, flags=text, **same) for label, text in flags.items()]
 
 
 def length(scale: str, source: float, ratio: float = 20) -> float:
@@ -111,10 +104,7 @@ def no_stochastic_depth(scale) -> str:
 @experiment(
     "Euler against Exact-ZOH (post, Validation Loss)",
     TRANSFORMER,
-    within="row",
-    split="row",
     seeds=8,
-    panels=("validation loss", "difference by depth"),
 )
 def gains(scale):
     """At the small scale with the paper's initial decay √(1/5) and a higher one."""
@@ -125,12 +115,13 @@ def gains(scale):
         trained = {}
         decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
         for name, ratio, decay in product(recipes, UP_TO_80, decays):
-            row = f"{name}, decay {decay}, {ratio} tokens/parameter"
-            trained[row] = (f"{recipes[name]} {decays[decay]}", length(scale, 0, ratio))
+            group = f"{name}, decay {decay}, {ratio} tokens/parameter"
+            trained[group] = (f"{recipes[name]} {decays[decay]}", length(scale, 0, ratio))
     arms = []
-    for (row, (flags, tokens)), gain in product(trained.items(), ("euler", "zoh")):
-        arms.append(Arm(row, gain, flags=f"{flags} --gain {gain}", tokens=tokens))
-    return [arms]
+    for group, (flags, tokens) in trained.items():
+        gains = {gain: f"{flags} --gain {gain}" for gain in ("euler", "zoh")}
+        arms += rows(gains, group, tokens=tokens)
+    return arms
 
 
 # -- stability
@@ -140,10 +131,8 @@ def gains(scale):
     "Learning rates that each looped model bears (paper, training instability)",
     RDM,
     depths="1,4,8",
-    within="row",
-    split="col",
     seeds=1,
-    panels=("training loss", "ρ(Ā)", "state norm", "residual"),
+    curves=("loss", "rho", "state_norm", "residual"),
     flags="--eval-every 50 --save-every 50 --eval-tokens 65536",
 )
 def stability(scale):
@@ -163,21 +152,19 @@ def stability(scale):
         ("Parcae", "parcae-rdm", "", 1e-3),
     ]
     arms = []
-    for rate, (col, preset, block, limit) in product(rates, models):
+    for (group, preset, block, limit), rate in product(models, rates):
         flags = f"{block} --warmup 0.1 --cooldown 0.1 --adam-lr {rate * factor:g}"
-        arm = Arm(f"LR {rate * factor:g}", col, preset, flags, tokens)
+        arm = StudyArm(f"LR {rate * factor:g}", group, [], preset, flags, tokens)
         if rate <= 1e-3:
             arm.source["mu_rec"] = "converges" if rate <= limit else "diverges"
         arms.append(arm)
-    return [arms]
+    return arms
 
 
-@experiment(
-    "Parcae's components one by one (paper, table 3)", TRANSFORMER, depths="1,4,8", stepwise=True
-)
+@experiment("Parcae's components one by one (paper, table 3)", TRANSFORMER, depths="1,4,8")
 def components(scale):
-    """One change a row. All rows keep C, except at nano, which has none; nor has nano the B that
-    concatenation has.
+    """One change a step, each a group. All keep C, except at nano, which has none; nor has nano the
+    B that concatenation has.
     """
     batch = "--granularity batch --no-prelude-norm"
     changes = {"RDM: concat, per batch": f"--injection concat {batch}"}
@@ -188,44 +175,41 @@ def components(scale):
         changes["+ constrained Ā"] = batch
     changes["+ per-sequence depth"] = "--no-prelude-norm"
     changes["+ prelude norm"] = "--prelude-norm"
-    return [rows(changes, tokens=length(scale, LENGTHS.get(scale)))]
+    arms = []
+    for step in pairwise(changes):
+        flags = {name: changes[name] for name in step}
+        arms += rows(flags, step[1].strip("+ "), tokens=length(scale, LENGTHS.get(scale)))
+    return arms
 
 
 # -- against other models
 
-LAW = ("validation loss", "loss by depth")
 
-
-@experiment(
-    "Looped against flat (paper, table 4)", TRANSFORMER, perplexity=True, panels=LAW, split="col"
-)
+@experiment("Looped against flat (paper, table 4)", TRANSFORMER, perplexity=True)
 def baseline(scale):
-    """The paper trains 80 tokens a parameter. The last two rows of a column are ours."""
+    """The paper trains 80 tokens a parameter. The last two rows of a group are ours."""
     arms = []
     for budget in UP_TO_80 if scale == SMALL else (80,):
+        group = f"{budget} tokens/parameter"
         tokens = length(scale, LENGTHS.get(scale), budget)
-        at = {"col": f"{budget} tokens/parameter", "tokens": tokens}
+        flat = {"group": group, "preset": "transformer", "tokens": tokens}
         arms += [
-            Arm("Transformer", preset="transformer", **at),
-            Arm("Parcae", **at),
-            Arm("Transformer, Parcae's FLOPs", preset="transformer", equal_flops=True, **at),
-            Arm("Parcae, one loop", flags="--sampling fixed --mu-rec 1", **at),
+            StudyArm("Transformer", **flat),
+            StudyArm("Parcae", group, tokens=tokens),
+            StudyArm("Transformer, Parcae's FLOPs", equal_flops=True, **flat),
+            StudyArm("Parcae, one loop", group, flags=ONE_LOOP, tokens=tokens),
         ]
-    return [arms]
+    return arms
 
 
 @experiment(
-    "Looped against flat at 30M tokens of the next size",
-    ("nano",),
-    perplexity=True,
-    panels=LAW,
-    seeds=1,
+    "Looped against flat at 30M tokens of the next size", ("nano",), perplexity=True, seeds=1
 )
 def bridge(scale):
     """The looped model and its flat twin at twice the width and four times the vocabulary, all else as in `nano`."""
     size = "--vocab-size 4096 --d-model 128 --n-head 2 --d-mlp 512"
     at = {"flags": size, "tokens": 30e6}
-    return [[Arm("Transformer", preset="transformer", **at), Arm("Parcae", **at)]]
+    return [StudyArm("Transformer", preset="transformer", **at), StudyArm("Parcae", **at)]
 
 
 @experiment("What the looped frame costs (no source)", ("nano",))
@@ -235,7 +219,6 @@ def frame(scale):
     at mu_rec 2.
     """
     paper = "--input-matrix --readout --prelude-norm --state-init like-init"
-    once = "--sampling fixed --mu-rec 1"
     changes = {
         "nano": "",
         "with B": "--input-matrix",
@@ -244,19 +227,19 @@ def frame(scale):
         "with a random start": "--state-init like-init",
         "with all four, the paper's": paper,
         "all loops with gradient": "--mu-bwd 8",
-        "one loop": once,
-        "one loop, with B": f"{once} --input-matrix",
-        "one loop, with C": f"{once} --readout",
-        "one loop, with the prelude norm": f"{once} --prelude-norm",
-        "one loop, with a random start": f"{once} --state-init like-init",
-        "one loop, with all four": f"{once} {paper}",
+        "one loop": ONE_LOOP,
+        "one loop, with B": f"{ONE_LOOP} --input-matrix",
+        "one loop, with C": f"{ONE_LOOP} --readout",
+        "one loop, with the prelude norm": f"{ONE_LOOP} --prelude-norm",
+        "one loop, with a random start": f"{ONE_LOOP} --state-init like-init",
+        "one loop, with all four": f"{ONE_LOOP} {paper}",
         "mu_rec 2": "--mu-rec 2",
         "mu_rec 2, both loops with gradient": "--mu-rec 2 --mu-bwd 2",
         "mu_rec 2, random start": "--mu-rec 2 --state-init like-init",
         "mu_rec 2, fixed depth": "--mu-rec 2 --sampling fixed",
     }
     at = {"tokens": length(scale, 0)}
-    return [[*rows(changes, **at), Arm("Transformer", preset="transformer", **at)]]
+    return [*rows(changes, **at), StudyArm("Transformer", preset="transformer", **at)]
 
 
 @experiment("Parcae against the RDM (paper, table 1)", RDM, depths="1,4,8,16", perplexity=True)
@@ -264,13 +247,14 @@ def rdm(scale):
     """Table 1's models; tools/lm_eval.py gives WikiText and the zero-shot tasks."""
     tokens = length(scale, 10e9)
     return [
-        [Arm("RDM", preset="rdm", tokens=tokens), Arm("Parcae", preset="parcae-rdm", tokens=tokens)]
+        StudyArm("RDM", preset="rdm", tokens=tokens),
+        StudyArm("Parcae", preset="parcae-rdm", tokens=tokens),
     ]
 
 
 # -- depth in training
 
-BY_DEPTH = ("training loss", *(f"validation at {depth}" for depth in (1, 4, 8, 16)))
+BY_DEPTH = ("loss", *(f"loss.{depth}" for depth in (1, 4, 8, 16)))
 
 
 @experiment(
@@ -278,18 +262,18 @@ BY_DEPTH = ("training loss", *(f"validation at {depth}" for depth in (1, 4, 8, 1
     RDM,
     depths="1,4,8,16",
     perplexity=True,
-    panels=(*BY_DEPTH, "state norm", "residual"),
+    curves=(*BY_DEPTH, "state_norm", "residual"),
 )
 def granularity(scale):
     units = {"per batch": "--granularity batch", "per sequence": "--granularity sequence"}
-    return [rows(units, preset="parcae-rdm", tokens=length(scale, 10e9))]
+    return rows(units, preset="parcae-rdm", tokens=length(scale, 10e9))
 
 
 @experiment(
     "Sampling of truncated recurrence (paper, appendix)",
     RDM,
     depths="1,4,8,16,64",
-    panels=(*BY_DEPTH, "validation at 64"),
+    curves=(*BY_DEPTH, "loss.64"),
 )
 def sampling(scale):
     """The source has figures only."""
@@ -299,28 +283,25 @@ def sampling(scale):
         "fill": f"{eight} poisson-fill",
         "truncated-full": f"{eight} poisson-truncated-full",
     }
-    return [rows(laws, preset="parcae-rdm", tokens=length(scale, 10e9))]
+    return rows(laws, preset="parcae-rdm", tokens=length(scale, 10e9))
 
 
 @experiment(
     "mu_rec and mu_bwd (paper, appendix)",
     RDM,
     depths="1,4,8,16,64",
-    panels=(*BY_DEPTH, "validation at 64"),
+    curves=(*BY_DEPTH, "loss.64"),
     seeds=2,
 )
 def backward(scale):
     """Runs of the paper before its sampling was corrected."""
-    by_rec = product((4, 8, 14, 20, 26, 32), (4,))
-    by_bwd = product((20,), (4, 6, 8, 10, 12))
-    tables = []
-    for means, tokens in ((by_rec, 10e9), (by_bwd, 8.5e9)):
-        changes = {}
-        for rec, bwd in means:
-            law = "--sampling poisson-lognormal-fill --granularity batch"
-            changes[f"mu_rec {rec}, mu_bwd {bwd}"] = f"{law} --mu-rec {rec} --mu-bwd {bwd}"
-        tables.append(rows(changes, preset="rdm", tokens=length(scale, tokens)))
-    return tables
+    law = "--sampling poisson-lognormal-fill --granularity batch"
+    by_rec = {f"mu_rec {mu}": f"{law} --mu-rec {mu} --mu-bwd 4" for mu in (4, 8, 14, 20, 26, 32)}
+    by_bwd = {f"mu_bwd {mu}": f"{law} --mu-rec 20 --mu-bwd {mu}" for mu in (4, 6, 8, 10, 12)}
+    return [
+        *rows(by_rec, "mu_bwd 4", preset="rdm", tokens=length(scale, 10e9)),
+        *rows(by_bwd, "mu_rec 20", preset="rdm", tokens=length(scale, 8.5e9)),
+    ]
 
 
 # -- loop mechanisms
@@ -342,8 +323,11 @@ def mechanisms(scale):
     raw["PLC / Parcae"] = probe
     shorter = 2758144 if scale == SMALL else 0.2e9
     longer = length(scale, 0.5e9)
-    short = rows(parcae, col="shorter", tokens=shorter)
-    return [rows(raw, tokens=longer), [*short, *rows(parcae, col="longer", tokens=longer)]]
+    return [
+        *rows(raw, "raw loop", tokens=longer),
+        *rows(parcae, "shorter", tokens=shorter),
+        *rows(parcae, "longer", tokens=longer),
+    ]
 
 
 # -- scaling
@@ -352,7 +336,6 @@ DENSE = ",".join(map(str, range(1, 25)))  # test-time depths 1 … 24
 CURVES = {
     "depths": DENSE,
     "flags": "--eval-every 1000000000",  # validation at the end only: it is dear at so many depths
-    "panels": LAW,
     "seeds": 1,
     "fits": True,
 }
@@ -364,23 +347,21 @@ BUDGETS = {
 }
 
 
-@experiment(
-    "Looping or data at equal FLOPs (paper, figures 3 to 5)", tuple(BUDGETS), split="col", **CURVES
-)
+@experiment("Looping or data at equal FLOPs (paper, figures 3 to 5)", tuple(BUDGETS), **CURVES)
 def isoflop(scale):
     """mu_rec 1 is the paper's fixed-depth baseline."""
     mus = (1, 2, 3, 4, 6, 8) if scale == SMALL else (1, 2, 4, 6, 8, 10, 12)
     arms = []
     for flops, mu in product(BUDGETS[scale], mus):
-        flags = "--sampling fixed --mu-rec 1" if mu == 1 else f"--mu-rec {mu}"
-        arms.append(Arm(f"mu_rec {mu}", f"{flops:g} FLOPs", flags=flags, flops=flops))
-    return [arms]
+        flags = ONE_LOOP if mu == 1 else f"--mu-rec {mu}"
+        arms.append(StudyArm(f"mu_rec {mu}", f"{flops:g} FLOPs", flags=flags, flops=flops))
+    return arms
 
 
 @experiment("Test-time depth for six mu_rec (paper, figure 7)", tuple(BUDGETS), **CURVES)
 def testtime(scale):
     mus = {f"mu_rec {mu}": f"--mu-rec {mu}" for mu in (2, 4, 6, 8, 10, 12)}
-    return [rows(mus, tokens=length(scale, 11.2e9))]
+    return rows(mus, tokens=length(scale, 11.2e9))
 
 
 @experiment("Test-time depth over model sizes (paper, figure 6)", ("nano", "140m"), **CURVES)
@@ -391,6 +372,6 @@ def sizes(scale):
     if scale == SMALL:
         lengths = {32: 2710400, 64: 6.9e6, 96: 12552320}  # {width: tokens}
         shapes = {d: f"--d-model {d} --d-mlp {4 * d}" for d in lengths}
-        return [[Arm(f"d {d}", flags=shapes[d], tokens=D) for d, D in lengths.items()]]
+        return [StudyArm(f"d {d}", flags=shapes[d], tokens=D) for d, D in lengths.items()]
     models = LENGTHS.items()
-    return [[Arm(size, flags=f"--preset parcae-{size}", tokens=D) for size, D in models]]
+    return [StudyArm(size, flags=f"--preset parcae-{size}", tokens=D) for size, D in models]

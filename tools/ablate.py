@@ -23,23 +23,19 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median_high
-
-import numpy as np
 
 from looped.common import Parser, fail, ints, positive_int, write_atomic
 from looped.machine import ROOT, code_hash, deciding_files
-from tools.figures import (
-    Plot,
-    depth_plot,
-    figure,
-    fmt,
-    half_width,
-    plus_minus,
-    t_quantile,
-    table,
+from tools.arms import (
+    TRAINED,
+    Arm,
+    answer,
+    comparison_figure,
+    cost_table,
+    loss_table,
+    read_run,
+    shown_depths,
 )
-from tools.report import COSTS, LoggedRun, cost_of, read_run
 from tools.runner import Job, default_side_by_side, folder_of, rows_of, run_all, say
 
 RUNS = Path("runs/ablate")
@@ -55,59 +51,16 @@ RATES_HINT = (
 
 
 @dataclass
-class Arm:
+class Edit(Arm):
     """Code and flags that are trained at every seed."""
 
-    name: str
-    code: Path  # a copy
-    flags: list[str]  # of train.py
-    runs: dict[int, LoggedRun] = field(default_factory=dict)  # by seed, those that have ended
-
-    def diverged(self) -> int:
-        return sum(map(diverged, self.runs.values()))
+    code: Path = ROOT  # a copy
+    flags: list[str] = field(default_factory=list)  # of train.py
 
     def mean_loss(self) -> float:
         """Infinite if a seed diverges."""
-        if self.diverged() or not self.runs:
-            return math.inf
-        return fmean(run.loss for run in self.runs.values())
-
-
-def diverged(run: LoggedRun) -> bool:
-    """Whether it was stopped, or ends above where it began."""
-    return not (run.last.get("final") and run.loss < run.train[0]["loss"])
-
-
-@dataclass
-class Pair:
-    """Two arms that are compared."""
-
-    base: Arm
-    edit: Arm
-
-    def runs(self) -> list[tuple[LoggedRun, LoggedRun]]:
-        """By seed, where neither diverged."""
-        found = []
-        for seed in sorted(self.base.runs.keys() & self.edit.runs.keys()):
-            both = self.base.runs[seed], self.edit.runs[seed]
-            if not any(map(diverged, both)):
-                found.append(both)
-        return found
-
-    def differences(self) -> np.ndarray:
-        """Of the loss at mu_rec, by seed: the edit's less the base's."""
-        return np.array([b.loss - a.loss for a, b in self.runs()])
-
-    def losses(self) -> dict[int, np.ndarray]:
-        """{depth: last val losses (2, seeds), the base's and the edit's}"""
-        base, edit = zip(*self.runs())
-        depths = base[0].last["loss"].keys() & edit[0].last["loss"].keys()
-        found = {}
-        for depth in sorted(depths):
-            before = [run.last["loss"][depth] for run in base]
-            after = [run.last["loss"][depth] for run in edit]
-            found[depth] = np.array([before, after])
-        return found
+        losses = self.losses([])[TRAINED]
+        return math.inf if self.diverged() or losses.empty else losses.mean()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -207,7 +160,7 @@ def parse_args(argv):
     return args
 
 
-def arms_of(args, copies: Path) -> tuple[Arm, list[Arm]]:
+def arms_of(args, copies: Path) -> tuple[Edit, list[Edit]]:
     """The base, and what is compared with it."""
     ref = args.base or "HEAD"
     name = args.base or git("rev-parse", "--abbrev-ref", "HEAD").decode().strip()
@@ -216,19 +169,19 @@ def arms_of(args, copies: Path) -> tuple[Arm, list[Arm]]:
         code = copy_commit(ref, code) if args.base else copy_tree(code)
         edits = []
         for flags in args.flags:
-            edits.append(Arm(flags, code, [*args.extra, *flags.split()]))
-        return Arm(name, code, args.extra), edits
+            edits.append(Edit(flags, code=code, flags=[*args.extra, *flags.split()]))
+        return Edit(name, code=code, flags=args.extra), edits
     base = copy_commit(ref, copies / "base")
     edit = copies / "edit"
     edit = copy_patched(ref, args.patch, edit) if args.patch else copy_tree(edit)
     if code_hash(base) == code_hash(edit):
         fail(f"nothing that decides numbers differs from {ref}; edit model.py, or try --flags")
     edit_name = args.patch.stem if args.patch else first_change(base, edit)
-    edited = Arm(args.name or edit_name, edit, args.extra)
-    return Arm(name, base, args.extra), [edited]
+    edited = Edit(args.name or edit_name, code=edit, flags=args.extra)
+    return Edit(name, code=base, flags=args.extra), [edited]
 
 
-def with_values(arm: Arm, sweep: str | None) -> list[Arm]:
+def with_values(arm: Edit, sweep: str | None) -> list[Edit]:
     """The arm, with each value of a swept flag."""
     if not sweep:
         return [arm]
@@ -236,7 +189,7 @@ def with_values(arm: Arm, sweep: str | None) -> list[Arm]:
     swept = []
     for value in values.split(","):
         name = f"{arm.name} {flag} {value}"
-        swept.append(Arm(name, arm.code, [*arm.flags, flag, value]))
+        swept.append(Edit(name, code=arm.code, flags=[*arm.flags, flag, value]))
     return swept
 
 
@@ -249,7 +202,7 @@ print(args.tokens, cfg.flops_per_token())
 """
 
 
-def cost(arm: Arm) -> tuple[float, float]:
+def cost(arm: Edit) -> tuple[float, float]:
     """Tokens of a training, and FLOPs of a token, as the arm's own code has them."""
     line = [sys.executable, "-c", COST, *arm.flags]
     done = subprocess.run(line, cwd=arm.code, stdout=subprocess.PIPE, check=True)
@@ -257,14 +210,14 @@ def cost(arm: Arm) -> tuple[float, float]:
     return float(tokens), float(flops)
 
 
-def equal_flops(base: Arm, arm: Arm) -> list[str]:
+def equal_flops(base: Edit, arm: Edit) -> list[str]:
     """The arm's flags, with as many training FLOPs as the base has."""
     tokens, flops = cost(base)
     _, own = cost(arm)
     return [*arm.flags, "--tokens", f"{tokens * flops / own:.0f}"]
 
 
-def check(arm: Arm) -> bool:
+def check(arm: Edit) -> bool:
     """tools.check, of the arm's code."""
     line = [sys.executable, "-m", "tools.check", *arm.flags]
     return subprocess.run(line, cwd=arm.code).returncode == 0
@@ -274,46 +227,43 @@ def check(arm: Arm) -> bool:
 # Training
 
 
-def train_arms(pairs: list[Pair], page: Path, args) -> None:
-    """Fills in the arms' runs, with a line for each pair that has ended, and links to them beside
-    the page. An arm that fails ends the program.
+def train_arms(arms: list[Edit], page: Path, args) -> None:
+    """Fills in the arms' runs, with a line for each that has ended, and links to them beside the
+    page. An arm that fails ends the program.
     """
-    arms = {}
-    for pair in pairs:
-        arms[pair.base.name] = pair.base
-        arms[pair.edit.name] = pair.edit
+    by_name = {arm.name: arm for arm in arms}
     folders = {}
-    for name, arm in arms.items():
-        folders[name] = folder_of(code_hash(arm.code), arm.flags, rows_of(arm.flags))
+    for arm in arms:
+        folders[arm.name] = folder_of(code_hash(arm.code), arm.flags, rows_of(arm.flags))
     jobs = []
-    for seed, (name, arm) in itertools.product(args.seeds, arms.items()):
-        folder = Path(f"{folders[name]}-s{seed}")
+    for seed, arm in itertools.product(args.seeds, arms):
+        folder = Path(f"{folders[arm.name]}-s{seed}")
         flags = [*arm.flags, "--seed", str(seed)]
-        jobs.append(Job(f"{name} s{seed}", flags, folder, arm.code, name))
+        jobs.append(Job(f"{arm.name} s{seed}", flags, folder, arm.code, arm.name))
 
     def ended(job: Job, failed: bool) -> None:
         if failed:
             fail(f"{job.arm} does not train, see above; the other trainings are saved")
-        run = read_run(job.folder)
-        seed = run.flags["seed"]
-        arms[job.arm].runs[seed] = run
+        run = read_run(job.folder, job.name)
+        by_name[job.arm].runs.append(run)
         link = page / slug(job.name)  # for tools.report, which calls a run by its folder
         link.unlink(missing_ok=True)
         link.symlink_to(job.folder.resolve())
-        for pair in pairs:
-            if job.arm in (pair.base.name, pair.edit.name):
-                say_pair(pair, seed)
+        base, *edits = arms
+        for edit in edits:
+            if job.arm in (base.name, edit.name):
+                say_pair(base, edit, run.seed)
 
     say(WHAT_IT_TAKES)
     run_all(jobs, args.jobs, 1, ended)
 
 
-def say_pair(pair: Pair, seed: int) -> None:
+def say_pair(base: Edit, edit: Edit, seed: int) -> None:
     """A line, once both have ended."""
-    if seed in pair.base.runs and seed in pair.edit.runs:
-        a = pair.base.runs[seed].loss
-        b = pair.edit.runs[seed].loss
-        losses = f"{pair.base.name} {a:.4f}, {pair.edit.name} {b:.4f}"
+    before = [run.loss for run in base.runs if run.seed == seed]
+    after = [run.loss for run in edit.runs if run.seed == seed]
+    for a, b in zip(before, after):
+        losses = f"{base.name} {a:.4f}, {edit.name} {b:.4f}"
         say(f"seed {seed}: {losses}, difference {b - a:+.4f}")
 
 
@@ -321,125 +271,25 @@ def say_pair(pair: Pair, seed: int) -> None:
 # The answer
 
 
-def seeds_to_see(gap: float, deviation: float) -> int:
-    """How many pairs, of differences that scatter so, have an interval of at most ± gap."""
-    n = 2
-    while t_quantile(n - 1) * deviation > gap * math.sqrt(n):
-        n += 1
-    return n
+def best(arms: list[Edit]) -> Edit:
+    return min(arms, key=Edit.mean_loss)
 
 
-def answer(pair: Pair) -> str:
-    """The one sentence."""
-    name = pair.edit.name
-    for arm in (pair.edit, pair.base):
-        if arm.diverged():
-            return f"{arm.name} diverges on {arm.diverged()} of {len(arm.runs)} seeds."
-    gaps = pair.differences()
-    if not len(gaps):
-        return f"{name} does not train."
-    _, run = pair.runs()[0]
-    at = f"nats/token at {run.depth} loops" if run.depth else "nats/token without a loop"
-    if len(gaps) == 1:
-        return f"{name}: {gaps[0]:+.4f} {at}; one seed gives no interval."
-    told = f"{at}, {len(gaps)} seeds, 95 %"
-    mean = gaps.mean()
-    half = half_width(gaps)
-    if abs(mean) > half:
-        word = "better" if mean < 0 else "worse"
-        by = f"{abs(mean):.4f} ± {half:.4f} {told}"
-        return f"{name} is {word} than {pair.base.name} by {by}."
-    goal = float(f"{half / 2:.1g}")
-    seeds = seeds_to_see(goal, gaps.std(ddof=1))
-    shown = f"{mean:+.4f} ± {half:.4f} {told}"
-    return f"{name}: no difference shown: {shown}; to see {goal:g} about {seeds} seeds are needed."
-
-
-def depth_table(pair: Pair) -> list[str]:
-    rows = []
-    for depth, (a, b) in pair.losses().items():
-        difference = plus_minus(b - a, "+.4f")
-        rows.append([depth, fmt(a.mean()), fmt(b.mean()), difference])
-    return table(["loops", pair.base.name, pair.edit.name, "difference"], rows)
-
-
-def cost_table(pair: Pair) -> list[str]:
-    """What a training takes, the median over seeds."""
-    rows = []
-    for name, form in COSTS.items():
-        a = median_cost(pair.base, name)
-        b = median_cost(pair.edit, name)
-        rows.append([name, format(a, form), format(b, form), f"{b / a - 1:+.1%}"])
-    return table(["cost", pair.base.name, pair.edit.name, "change"], rows)
-
-
-def median_cost(arm: Arm, name: str) -> float:
-    return median_high(cost_of(run)[name] for run in arm.runs.values())
-
-
-def sweep_table(swept: list[Pair]) -> list[str]:
-    rows = []
-    for pair in swept:
-        base = fmt(pair.base.mean_loss())
-        edit = fmt(pair.edit.mean_loss())
-        difference = plus_minus(pair.differences(), "+.4f")
-        rows.append([pair.edit.name, base, edit, difference])
-    return table(["val loss with", "base", "edit", "difference"], rows)
-
-
-def depth_picture(pair: Pair) -> Plot:
-    """Val loss by depth of both."""
-    means = ({}, {})
-    halves = ([], [])
-    for depth, losses in pair.losses().items():
-        for side, values in enumerate(losses):
-            means[side][depth] = values.mean()
-            halves[side].append(half_width(values))
-    plot = depth_plot(means, "val loss, nats/token")
-    plot.half_widths = halves
-    return plot
-
-
-def difference_picture(pair: Pair) -> Plot:
-    """The difference of the val losses at mu_rec over training."""
-    gaps = []  # by seed, then by validation
-    for base, edit in pair.runs():
-        tokens = []
-        gap = []
-        for a, b in zip(base.evals, edit.evals):
-            tokens.append(a["tokens"])
-            gap.append(b["loss"][edit.depth] - a["loss"][base.depth])
-        gaps.append(gap)
-    times = np.array(tokens) / 1e6
-    halves = [half_width(values) for values in np.transpose(gaps)]
-    curves = [(times, 0 * times), (times, np.mean(gaps, 0))]
-    label = f"difference from {pair.base.name}, nats/token"
-    return Plot("tokens trained, millions", label, curves, half_widths=[None, halves])
-
-
-def report(swept: list[Pair], folder: Path) -> tuple[str, list[str]]:
-    """The answer on one edit, and its pictures and tables. Of swept values, each side's best."""
-    base = min((pair.base for pair in swept), key=Arm.mean_loss)
-    edit = min((pair.edit for pair in swept), key=Arm.mean_loss)
-    best = Pair(base, edit)
+def report(base: Edit, edits: list[Edit], folder: Path) -> list[str]:
+    """The answer on each edit, a picture and tables."""
+    arms = [base, *edits]
     lines = []
-    if best.runs():
-        plots = [depth_picture(best), difference_picture(best)]
-        caption = "Loss by depth, and its difference over training; 95 % intervals over seeds."
-        file = folder / f"{slug(edit.name)}.png"
-        lines += figure(file, caption, [base.name, edit.name], plots)
-        lines += depth_table(best) + cost_table(best)
-    if len(swept) > 1:
-        lines += sweep_table(swept)
-    return answer(best), lines
+    for edit in edits:
+        lines += [answer(edit, base), ""]
+    lines += comparison_figure(folder / f"{slug(edits[0].name)}.png", arms)
+    return lines + loss_table(arms, shown_depths(arms)) + cost_table(arms)
 
 
-def hints(pair: Pair, diff: str) -> list[str]:
+def hints(base: Edit, edit: Edit, diff: str) -> list[str]:
     """Where the rates may be part of the edit."""
-    before = median_cost(pair.base, "parameters")
-    after = median_cost(pair.edit, "parameters")
+    more = base.runs[0].config["params"] != edit.runs[0].config["params"]
     trains_otherwise = re.search(r"^\+\+\+ edit/(muon|train)\.py", diff, re.M)
-    return [RATES_HINT, ""] if before != after or trains_otherwise else []
+    return [RATES_HINT, ""] if more or trains_otherwise else []
 
 
 def compare(args, copies: Path) -> None:
@@ -449,25 +299,19 @@ def compare(args, copies: Path) -> None:
     folder = RUNS / slug(name)
     folder.mkdir(parents=True, exist_ok=True)
     diff = difference_of(base.code, edits[0].code)
-    for arm in edits:
-        if not args.no_check and not check(arm):
-            fail(f"{arm.name} fails a check, see above; --no-check trains it all the same")
+    for edit in edits:
+        if not args.no_check and not check(edit):
+            fail(f"{edit.name} fails a check, see above; --no-check trains it all the same")
         if args.equal == "flops":
-            arm.flags = equal_flops(base, arm)
+            edit.flags = equal_flops(base, edit)
     bases = with_values(base, args.sweep)
-    swept = []  # by edit, a pair for each value
-    for arm in edits:
-        pairs = map(Pair, bases, with_values(arm, args.sweep))
-        swept.append(list(pairs))
-    train_arms(sum(swept, []), folder, args)
-    answers = []
-    details = []
-    for pairs in swept:
-        sentence, lines = report(pairs, folder)
-        answers += [sentence, ""]
-        details += lines
-    lines = [f"# {name}", "", *answers, *details, *hints(swept[0][0], diff)]
-    lines += [WHAT_IT_TAKES, "", f"`{args.command}`", ""]
+    swept = [with_values(edit, args.sweep) for edit in edits]
+    arms = sum(swept, bases)
+    train_arms(arms, folder, args)
+    lines = [f"# {name}", "", *report(best(bases), list(map(best, swept)), folder)]
+    if args.sweep:
+        lines += ["## All values", "", *loss_table(arms, [])]
+    lines += [*hints(bases[0], swept[0][0], diff), WHAT_IT_TAKES, "", f"`{args.command}`", ""]
     say("\n".join(lines))
     if diff:
         lines += ["## The edit", "", "```diff", diff, "```", ""]

@@ -47,18 +47,6 @@ def plus_minus(values, spec: str = ".4f") -> str:
     return f"{mean} ± {half}"
 
 
-def interval_note(values) -> str:
-    """What is said beside plus_minus of differences."""
-    n = f"n = {len(values)}"
-    if len(values) == 1:
-        return n
-    interval = "95 % t interval"
-    if abs(np.mean(values)) <= half_width(values):
-        interval += ", includes 0"
-    deviation = np.std(values, ddof=1)
-    return f"{n} ({interval}; standard deviation {deviation:.4f})"
-
-
 def table(header: list, rows) -> list[str]:
     """A markdown table as lines: the first column aligned left, the others right."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
@@ -150,13 +138,11 @@ def draw(axes, plot: Plot, names: list[str]) -> None:
 
 def depth_plot(losses: list[dict[int, float]], ylabel: str, trained: int = 0) -> Plot:
     """Loss against depth on a logarithmic axis, losses as {depth: loss} of each run; trained: the
-    depth to mark, if any. A run without a loop, whose only depth is 0, is a horizontal line.
+    depth to mark, if any.
     """
-    depths = sorted(set().union(*losses) - {0}) or [1]
+    depths = sorted(set().union(*losses)) or [1]
     curves = []
     for loss in losses:
-        if 0 in loss:
-            loss = dict.fromkeys([depths[0], depths[-1]], loss[0])
         known = sorted(loss)
         values = [loss[depth] for depth in known]
         curves.append((np.log2(known), np.array(values, float)))

@@ -3,117 +3,112 @@
     python -m tools.report runs/nano-euler-s0 runs/nano-zoh-s0  # report.md in their common parent
     python -m tools.report runs/nano-*-s* --out results/gains   # several seeds an arm: t intervals
 
-Reads config.json, log.jsonl and, if present, core_*_*.json. Every other run is compared with the
-first. Runs that differ in nothing but the seed form an arm; arms are paired by seed. Losses: nats
-per token.
+Reads config.json, log.jsonl and, if present, core_*_*.json. Runs that differ in nothing but the
+seed form an arm; every other arm is compared with the first run's, paired by seed.
 """
 
 import json
-import math
 import os
+import re
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import pandas as pd
 
 from looped.common import Parser, fail
-from looped.run import MAY_CHANGE, read_log
+from looped.run import MAY_CHANGE
 from model import PRESETS, ModelConfig
-from tools.figures import (
-    Plot,
-    depth_plot,
-    figure,
-    fmt,
-    frame_table,
-    interval_note,
-    plus_minus,
-    records_table,
-    save_page,
+from tools.arms import (
+    CURVES,
+    Arm,
+    Run,
+    answer,
+    comparison_figure,
+    cost_table,
+    curves_figure,
+    loss_table,
+    read_run,
+    shown_depths,
 )
+from tools.figures import Plot, figure, fmt, frame_table, records_table, save_page
 
-TOKENS = "tokens trained, millions"
-POINTS = 100  # of a curve over training, each the mean of its steps
-# what is drawn of the training records: {name: (the axis' label, its scale)}
-CURVES = {
-    "loss": ("training loss, nats/token", "linear"),
-    "grad_norm": ("gradient norm", "log"),
-    "decay_max": ("largest decay a loop", "linear"),
-    "decay_mean": ("mean decay a loop", "linear"),
-    "state_norm": ("state norm ‖h‖ after the last loop", "linear"),
-    "residual": ("residual ‖Δh‖ of the last loop", "log"),
-}
-COSTS = {  # {column: format of its numbers}
-    "parameters": ",", "FLOPs a token": ",.4g", "tokens trained": ",", "training FLOPs": ".3g",
-    "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GiB": ".2f",
-}  # fmt: skip
 SCORES = {
     "run": "", "loops": "", "name": "", "mean": ".4f", "std": ".4f", "checkpoint": "", "seeds": "",
 }  # fmt: skip
-NEVER = {"eval_tokens": 0, "loss": {}, "bpb": {}}  # no evaluation
-ONE_SEED = "One seed gives no interval, and chance alone changes losses from seed to seed."
 
 
 # -------------------------------------------------------------------------------------------------
-# Reading a run
+# Comparing
 
 
-@dataclass
-class LoggedRun:
-    name: str
-    config: dict
-    train: list[dict]  # the records of log.jsonl by step
-    evals: list[dict]
-    starts: list[dict]
-    core: dict[str, dict]  # {name of the file: what core_eval.py wrote}
-
-    @property
-    def flags(self) -> dict:
-        """Of the training and of the network."""
-        return self.config["args"] | self.config["model"]
-
-    @property
-    def last(self) -> dict:
-        """The last evaluation."""
-        return self.evals[-1] if self.evals else NEVER
-
-    @property
-    def depth(self) -> int:
-        """mu_rec"""
-        return self.config["model"]["mu_rec"]
-
-    @property
-    def loss(self) -> float:
-        """The last val loss at mu_rec, nats/token; NaN if there is none."""
-        return self.last["loss"].get(self.depth, math.nan)
-
-    @property
-    def unigram(self) -> float | None:
-        """Entropy of the token frequencies, nats/token, if the rows are here."""
-        manifest = Path(self.config["data"]["path"], "manifest.json")
-        if not manifest.exists():
-            return None
-        return json.loads(manifest.read_text())["unigram_entropy"]
-
-    def may_be_compared(self) -> bool:
-        """Whether it ended well, and one code made it."""
-        one_code = all(start["code"] == self.config["code"] for start in self.starts)
-        ended = self.last.get("final", False)
-        return ended and one_code and math.isfinite(self.loss)
+def settings(run: Run) -> dict:
+    """What has an effect on a run's numbers, its code aside."""
+    config = run.config
+    flags = asdict(ModelConfig()) | run.flags
+    told = {name: value for name, value in flags.items() if name not in MAY_CHANGE}
+    told["dtype"] = config["dtype"]
+    told["rows"] = config["data"]["sha256"][:8]
+    told["torch"] = config["versions"]["torch"]
+    told["eval_tokens"] = run.last.get("eval_tokens")
+    return told
 
 
-def read_run(path: Path, name: str = "") -> LoggedRun:
-    """All that is known of one run."""
-    config = json.loads((path / "config.json").read_text())
-    core = {}
-    for file in sorted(path.glob("core_*_*.json")):
-        core[file.stem] = json.loads(file.read_text())
-    run = LoggedRun(name, config, *read_log(path), core)
-    if not run.train:
-        fail(f"{path} has made no step; continue it with train.py --resume")
-    return run
+def changes(run: Run, base: Run) -> list[str]:
+    """In words, how a run's code and flags differ from another's, the seed apart. Another preset
+    stands for all that it changes in the network.
+    """
+    ours = settings(run)
+    theirs = settings(base)
+    expected = theirs
+    if ours["preset"] != theirs["preset"]:
+        expected = theirs | asdict(PRESETS.get(ours["preset"], ModelConfig()))
+    found = ["other code"] if run.config["code"] != base.config["code"] else []
+    for name, value in ours.items():
+        was = theirs.get(name)
+        if value not in (was, expected.get(name)) and name != "seed":
+            found.append(f"{name} {value} instead of {was}")
+    return found
+
+
+def arms_of(runs: list[Run]) -> list[Arm]:
+    """Each is called by its first run."""
+    arms = {}
+    for run in runs:
+        name = re.sub(r"[-_]s\d+$", "", run.name)
+        key = run.config["code"], *changes(run, runs[0])
+        arms.setdefault(key, Arm(name)).runs.append(run)
+    return list(arms.values())
+
+
+def comparison(arm: Arm, base: Arm) -> list[str]:
+    """Whether an arm is better than the first, and what differs."""
+    changed = changes(arm.runs[0], base.runs[0])
+    lines = [f"{answer(arm, base)} {arm.name} has {', '.join(changed)}.", ""]
+    if len(changed) > 1:
+        lines += [f"Warning: more than one thing differs in {arm.name}.", ""]
+    return lines
+
+
+def not_compared(runs: list[Run]) -> list[str]:
+    lines = []
+    for run in runs:
+        if not run.counts():
+            why = "it is unfinished, diverged, or was continued by other code"
+            lines += [f"Warning: {run.name} is not compared: {why}.", ""]
+    return lines
+
+
+# -------------------------------------------------------------------------------------------------
+# The page
+
+
+def flag_table(runs: list[Run]) -> list[str]:
+    """The settings in which any two runs differ."""
+    flags = pd.DataFrame({run.name: settings(run) for run in runs}, dtype=object)
+    differ = flags.astype(str).nunique(axis=1, dropna=False) > 1
+    return frame_table(flags[differ].rename_axis("flag"))
 
 
 def core_averages(record: dict) -> list[dict]:
@@ -126,173 +121,7 @@ def core_averages(record: dict) -> list[dict]:
     return found
 
 
-# -------------------------------------------------------------------------------------------------
-# Comparing
-
-
-def settings(run: LoggedRun) -> dict:
-    """What has an effect on a run's numbers, its code aside."""
-    flags = asdict(ModelConfig()) | run.flags
-    told = {name: value for name, value in flags.items() if name not in MAY_CHANGE}
-    told["dtype"] = run.config["dtype"]
-    told["rows"] = run.config["data"]["sha256"][:8]
-    told["torch"] = run.config["versions"]["torch"]
-    told["eval_tokens"] = run.last["eval_tokens"]
-    return told
-
-
-def changes(run: LoggedRun, base: LoggedRun) -> list[str]:
-    """In words, how a run's flags differ from another's, the seed apart. Another preset stands for
-    all that it changes in the network.
-    """
-    ours = settings(run)
-    theirs = settings(base)
-    expected = theirs
-    if ours["preset"] != theirs["preset"]:
-        expected = theirs | asdict(PRESETS.get(ours["preset"], ModelConfig()))
-    found = []
-    for name, value in ours.items():
-        was = theirs.get(name)
-        if value not in (was, expected.get(name)) and name != "seed":
-            found.append(f"{name} {value} instead of {was}")
-    return found
-
-
-def arms_of(runs: list[LoggedRun]) -> dict[tuple, dict[int, float]]:
-    """{how an arm differs from the first run: {seed: val loss}}, the first run's own arm under ()."""
-    first = runs[0]
-    codes = {first.config["code"]: []}  # each called by the first run that has it
-    arms = {}
-    for run in runs:
-        code = codes.setdefault(run.config["code"], [f"the code of {run.name}"])
-        arm = arms.setdefault((*code, *changes(run, first)), {})
-        if run.may_be_compared():
-            arm[run.flags["seed"]] = run.loss
-    return arms
-
-
-def compare_arms(runs: list[LoggedRun]) -> list[str]:
-    """A sentence on each arm against the first one, the best arm's first; then what makes the
-    comparison unfair.
-    """
-    first = runs[0]
-    answers = []  # (mean difference, sentence)
-    warnings = []
-    for run in runs:
-        if not run.may_be_compared():
-            why = "it is unfinished, diverged, or was continued by other code"
-            warnings.append(f"Warning: {run.name} is not compared: {why}.")
-    arms = arms_of(runs)
-    base = arms.pop(())
-    for changed, losses in arms.items():
-        words = ", ".join(changed)
-        gaps = [losses[seed] - base[seed] for seed in losses if seed in base]
-        if gaps:
-            change = f"{plus_minus(gaps, '+.4f')} nats/token, {interval_note(gaps)}"
-            answer = f"With {words} the val loss changes by {change}, paired by seed."
-            answers.append((fmean(gaps), answer))
-        if len(changed) > 1:
-            warnings.append(f"Warning: more than one thing differs: {words}.")
-        if losses.keys() != base.keys():
-            warnings.append(f"Warning: not every seed is also there with {words}.")
-    seeds = {run.flags["seed"] for run in runs}
-    if len(runs) > 1 and len(seeds) == 1:
-        warnings.append(ONE_SEED)
-    answers.sort()
-    said = [answer for _, answer in answers]
-    if not said:
-        said = [f"The val loss of {first.name} is {fmt(first.loss)} nats/token."]
-    return said + warnings
-
-
-# -------------------------------------------------------------------------------------------------
-# The page
-
-
-def loss_table(runs: list[LoggedRun]) -> list[str]:
-    """The last validation of each run, at its own mu_rec."""
-    first = runs[0]
-    rows = []
-    for run in runs:
-        row = {"run": run.name, "loops": run.depth, "val loss": run.loss}
-        row[f"difference from {first.name}"] = run.loss - first.loss
-        row["bits per byte"] = run.last["bpb"].get(run.depth)
-        rows.append(row)
-    formats = dict.fromkeys(rows[0], ".4f") | {"run": "", "loops": ""}
-    return records_table(rows, formats)
-
-
-def depth_table(runs: list[LoggedRun]) -> list[str]:
-    """The last val loss of each run by depth."""
-    losses = pd.DataFrame([run.last["loss"] for run in runs])
-    losses.index = pd.Index([run.name for run in runs], name="run")
-    return frame_table(losses.add_prefix("depth ").map(fmt))
-
-
-def flag_table(runs: list[LoggedRun]) -> list[str]:
-    """The settings in which any two runs differ."""
-    flags = pd.DataFrame({run.name: settings(run) for run in runs}, dtype=object)
-    differ = flags.astype(str).nunique(axis=1, dropna=False) > 1
-    return frame_table(flags[differ].rename_axis("flag"))
-
-
-def cost_of(run: LoggedRun) -> dict:
-    steps = pd.DataFrame(run.train)
-    flops = run.config["flops_per_token"]
-    tokens = steps.tokens.max()
-    cost = {"parameters": run.config["params"], "FLOPs a token": flops}
-    cost["tokens trained"] = tokens
-    cost["training FLOPs"] = tokens * flops
-    cost["tokens/s"] = steps.tok_s.median()
-    cost["minutes in steps"] = steps.ms.sum() / 6e4
-    cost["peak memory, GiB"] = steps.mem_gb.max()
-    return cost
-
-
-def cost_table(runs: list[LoggedRun]) -> list[str]:
-    rows = [{"run": run.name} | cost_of(run) for run in runs]
-    return records_table(rows, {"run": ""} | COSTS)
-
-
-def curve(records: pd.DataFrame, name: str) -> tuple[pd.Series, pd.Series]:
-    """Millions of tokens, and a column of the records, both as means of at most POINTS parts."""
-    known = records.reindex(columns=["tokens", name]).astype(float)
-    parts = known.index * POINTS // max(1, len(known))
-    means = known.groupby(parts).mean(skipna=False)
-    return means.tokens / 1e6, means[name]
-
-
-def difference_plot(runs: list[LoggedRun]) -> Plot:
-    """Training loss less that of the run without a loop, or of the first, at the same steps."""
-    base = next((run for run in runs if not run.depth), runs[0])
-    reference = pd.DataFrame(base.train).set_index("step").loss
-    curves = []
-    for run in runs:
-        steps = pd.DataFrame(run.train).set_index("step")
-        steps["gap"] = steps.loss - reference
-        known = steps.dropna(subset="gap").reset_index()
-        curves.append(curve(known, "gap"))
-    return Plot(TOKENS, f"training loss, difference from {base.name}", curves)
-
-
-def training_figure(runs: list[LoggedRun], out: Path) -> list[str]:
-    plots = []
-    if len(runs) > 1:
-        plots.append(difference_plot(runs))
-    curves = []
-    for run in runs:
-        evals = pd.json_normalize(run.evals)
-        curves.append(curve(evals, f"loss.{run.depth}"))
-    plots.append(Plot(TOKENS, "val loss, nats/token", curves))
-    trainings = [pd.DataFrame(run.train) for run in runs]
-    for name, (label, scale) in CURVES.items():
-        curves = [curve(steps, name) for steps in trainings]
-        plots.append(Plot(TOKENS, label, curves, {"yscale": scale}))
-    names = [run.name for run in runs]
-    return figure(out / "training.png", "Losses and gauges by tokens trained.", names, plots)
-
-
-def core_section(file: str, runs: list[LoggedRun], out: Path) -> list[str]:
+def core_section(file: str, runs: list[Run], out: Path) -> list[str]:
     """Scores by depth, and at mu_rec the radars of their categories. ±: over seeds; of one seed, the
     binomial standard error.
     """
@@ -328,25 +157,32 @@ def radar(categories: list[dict]) -> Plot:
     return Plot("", "", curves, ticks)
 
 
-def report(runs: list[LoggedRun], out: Path) -> None:
+def unigram_baseline(run: Run) -> list[str]:
+    """The entropy of the token frequencies, if the rows are here."""
+    manifest = Path(run.config["data"]["path"], "manifest.json")
+    if not manifest.exists():
+        return []
+    entropy = json.loads(manifest.read_text())["unigram_entropy"]
+    return [f"Unigram baseline: {fmt(entropy)} nats/token.", ""]
+
+
+def report(runs: list[Run], out: Path) -> None:
     """The page and its figures; its beginning goes to the screen, too."""
-    names = [run.name for run in runs]
-    trained = max(run.depth for run in runs)
-    losses = [run.last["loss"] for run in runs]
-    plot = depth_plot(losses, "val loss, nats/token", trained)
-    caption = "Val loss by depth; the grey line is the trained mean depth."
-    answer, *remarks = compare_arms(runs)
-    lines = [f"# {', '.join(names)}", "", answer, ""]
-    lines += figure(out / "depth.png", caption, names, [plot])
-    lines += loss_table(runs)
-    lines += [f"Unigram baseline: {fmt(runs[0].unigram)} nats/token.", ""]
-    for remark in remarks:
-        lines += [remark, ""]
+    arms = arms_of(runs)
+    lines = [f"# {', '.join(arm.name for arm in arms)}", ""]
+    for arm in arms[1:]:
+        lines += comparison(arm, arms[0])
+    data = Path(runs[0].config["data"]["path"])
+    title = "/".join(data.parts[-2:])
+    lines += comparison_figure(out / "depth.png", arms, title)
+    lines += loss_table(arms, [])
+    lines += unigram_baseline(runs[0])
+    lines += not_compared(runs)
     print("\n".join(lines))
-    lines += ["## Val loss by depth", "", *depth_table(runs)]
-    lines += ["## Over training", "", *training_figure(runs, out)]
+    lines += ["## Val loss by depth", "", *loss_table(arms, shown_depths(arms))]
+    lines += ["## Over training", "", *curves_figure(out / "training.png", arms, CURVES)]
     lines += ["## What differs", "", *flag_table(runs)]
-    lines += ["## Cost", "", *cost_table(runs)]
+    lines += ["## Cost", "", *cost_table(arms)]
     files = set()
     for run in runs:
         files |= run.core.keys()

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import train
@@ -30,11 +29,12 @@ from looped.common import Parser, fail, ints, positive_int
 from looped.machine import ROOT, code_hash
 from model import PRESETS, config_of
 from studies import ledger
-from studies.comparisons import EXPERIMENTS, SMALL, UP_TO_80, Arm, tables_of
+from studies.comparisons import EXPERIMENTS, SMALL, UP_TO_80, StudyArm, arms_of
 from studies.laws import rows_of, write_fit
 from studies.pages import write_page
 from tools import runner
 from tools.ablate import copy_commit
+from tools.arms import Run
 
 CORE_SPEED = 1e11  # training FLOPs a second of one core, as in most runs of the ledger
 EDITED = (
@@ -47,24 +47,24 @@ EDITED = (
 class Training(runner.Job):
     """One training, which several arms may share."""
 
-    settings: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)  # flags and network
+    steps: int = 0
     flops: float = 0
     depths: set[int] = field(default_factory=set)
-    dtype: str = "auto"  # either
-    arms: list[Arm] = field(default_factory=list)
-    line: dict | None = None  # of the ledger
+    arms: list[StudyArm] = field(default_factory=list)
+    run: Run | None = None  # of the ledger, or of its own folder
 
-    def accepts(self, line: dict, rows: str) -> bool:
+    def accepts(self, run: Run, rows: str) -> bool:
         """Whether a run of these settings had the length, the rows (their hash, or its beginning)
         and the dtype, and was evaluated at the depths; a diverged one need not be.
         """
-        steps = self.settings["steps"]
         # a length in FLOPs is not always the same to the step: their count has changed a little
-        other_length = abs(line["settings"]["steps"] - steps) > 0.002 * steps
-        other_dtype = self.dtype not in ("auto", line["dtype"])
-        if other_length or other_dtype or not line["data"].startswith(rows):
+        other_length = abs(run.config["steps"] - self.steps) > 0.002 * self.steps
+        other_dtype = self.settings["dtype"] not in ("auto", run.config["dtype"])
+        other_rows = not run.config["data"]["sha256"].startswith(rows)
+        if other_length or other_dtype or other_rows:
             return False
-        return bool(line["diverged_at"]) or self.depths <= line["loss"].keys()
+        return run.diverged_at is not None or self.depths <= run.last["loss"].keys()
 
 
 # -- what to run
@@ -83,7 +83,7 @@ def settled(flags: list[str]):
     return args, cfg, train.settle(args, cfg)
 
 
-def length_flags(arm: Arm, args) -> list[str]:
+def length_flags(arm: StudyArm, args) -> list[str]:
     if arm.equal_flops:
         _, looped, _ = settled([*preset("parcae", args.scale), *args.extra])
         return ["--flops", f"{arm.tokens * looped.flops_per_token():.6g}"]
@@ -92,7 +92,7 @@ def length_flags(arm: Arm, args) -> list[str]:
     return ["--tokens", f"{arm.tokens:.0f}"]
 
 
-def arm_flags(arm: Arm, args) -> list[str]:
+def arm_flags(arm: StudyArm, args) -> list[str]:
     """All flags of an arm but --seed and --out. If a flag is repeated the last counts, so
     the user's own come last.
     """
@@ -108,21 +108,21 @@ def arm_flags(arm: Arm, args) -> list[str]:
     return flags + args.extra
 
 
-def training_of(arm: Arm, seed: int, args) -> Training:
+def training_of(arm: StudyArm, seed: int, args) -> Training:
     flags = arm_flags(arm, args)
     folder = Path(f"{runner.folder_of(args.code, flags, args.rows)}-s{seed}")
     flags += ["--seed", str(seed)]
     given, cfg, steps = settled(flags)
-    training = Training(f"{arm.name()}, seed {seed}", flags, folder, arm=arm.name())
-    training.settings = ledger.settings_of(vars(given), vars(cfg), steps)
+    training = Training(f"{arm.name}, seed {seed}", flags, folder, arm=arm.name)
+    training.settings = vars(given) | vars(cfg)
+    training.steps = steps
     training.flops = steps * given.batch_size * cfg.seq_len * cfg.flops_per_token()
     if cfg.n_core:
         training.depths = set(ints(EXPERIMENTS[args.name].depths))
-    training.dtype = given.dtype
     return training
 
 
-def trainings_of(args, arms: list[Arm]) -> list[Training]:
+def trainings_of(args, arms: list[StudyArm]) -> list[Training]:
     """The trainings of the arms, short ones first, then by seed; equal ones are one."""
     found = {}
     for arm in arms:
@@ -142,21 +142,17 @@ def is_edited() -> bool:
         return code_hash(copy_commit("HEAD", Path(folder, "head"))) != code_hash(ROOT)
 
 
-def without_length(settings: dict) -> frozenset:
-    return ledger.identity(settings | {"steps": None})
-
-
-def look_up(trainings: list[Training], lines: list[dict], rows: str) -> list[Training]:
-    """Gives each training its line, of the ledger or of its own folder; -> those without one."""
+def look_up(trainings: list[Training], known: list[Run], rows: str) -> list[Training]:
+    """Gives each training its run, of the ledger or of its own folder; -> those without one."""
     by_settings = {}
-    for line in lines:
-        by_settings.setdefault(without_length(line["settings"]), []).append(line)
+    for run in known:
+        by_settings.setdefault(ledger.identity(run.flags), []).append(run)
     for training in trainings:
-        same = by_settings.get(without_length(training.settings), [])
-        fitting = [line for line in same if training.accepts(line, rows)]
+        same = by_settings.get(ledger.identity(training.settings), [])
+        fitting = [run for run in same if training.accepts(run, rows)]
         # of runs in both dtypes the first recorded
-        training.line = fitting[0] if fitting else ledger.record(training.folder)
-    return [training for training in trainings if not training.line]
+        training.run = fitting[0] if fitting else ledger.record(training.folder)
+    return [training for training in trainings if not training.run]
 
 
 def rows_hash(args) -> str:
@@ -169,31 +165,32 @@ def rows_hash(args) -> str:
 
 
 def keep(training: Training, args) -> None:
-    """Reads a run. Those of committed code, without flags of one's own, go to the ledger."""
-    training.line = ledger.record(training.folder)
-    if not args.edited and not args.extra:
-        ledger.append(training.line)
+    """Reads a run. Those of committed code, without flags or a page of one's own, go to the ledger."""
+    training.run = ledger.record(training.folder)
+    if args.tracked:
+        ledger.append(training.run)
 
 
-def held_out(fitted: list[dict], lines: list[dict]) -> list[dict]:
+def held_out(fitted: list[Run], known: list[Run]) -> list[Run]:
     """The runs that the laws have to predict, see HELD_OUT of studies/laws.py."""
     wanted = family(fitted[-1])
     found = []
-    for line in lines:
-        off = [abs(line["tokens_per_param"] / usual - 1) for usual in UP_TO_80]
-        asked = line["seed"] < 8 and min(off) < 0.05 and not line["diverged_at"]
-        if asked and line not in fitted and family(line) == wanted:
-            found.append(line)
+    for run in known:
+        ratio = run.train[-1]["tokens"] / run.config["params"]
+        off = [abs(ratio / usual - 1) for usual in UP_TO_80]
+        asked = run.seed < 8 and min(off) < 0.05 and run.counts()
+        if asked and run not in fitted and family(run) == wanted:
+            found.append(run)
     return found
 
 
-def family(line: dict) -> dict:
+def family(run: Run) -> dict:
     """What held-out runs share with the fitted ones: all but length, seed and mu_rec."""
-    known = ledger.defaults() | line["settings"]
+    known = ledger.defaults() | run.flags
     usual = config_of(known | {"mu_bwd": 0})
     half = known["mu_bwd"] == usual.mu_bwd
-    ignored = dict.fromkeys(("steps", "seed", "mu_rec", "mu_bwd"))
-    return known | ignored | {"data": line["data"], "half with gradient": half}
+    ignored = dict.fromkeys(("seed", "mu_rec", "mu_bwd"))
+    return known | ignored | {"data": run.config["data"], "half with gradient": half}
 
 
 # -- main
@@ -239,17 +236,18 @@ def settle(args) -> None:
         folder = Path("runs/studies")
         print(EDITED, flush=True)
     rows = "" if args.data else "-stdlib"
+    args.tracked = not (args.edited or args.extra or args.out)
     args.out = args.out or folder / f"{args.name}-{args.scale}{rows}"
     args.rows = rows_hash(args)
 
 
-def chosen(args, tables: list[list[Arm]]) -> list[Arm]:
+def chosen(args) -> list[StudyArm]:
     """The arms that --only names."""
-    arms = list(chain(*tables))
+    arms = arms_of(args.name, args.scale)
     texts = [text.strip() for text in args.only.split(";")]
-    found = [arm for arm in arms if any(text in arm.name() for text in texts)]
+    found = [arm for arm in arms if any(text in arm.name for text in texts)]
     if not found:
-        names = "; ".join(arm.name() for arm in arms)
+        names = "; ".join(arm.name for arm in arms)
         fail(f"--only {args.only} fits no arm; there are: {names}")
     return found
 
@@ -279,8 +277,8 @@ def evaluate_core(trainings: list[Training], args) -> None:
     if args.ranks > 1:
         launcher += [*runner.TORCHRUN.split(), f"--nproc_per_node={args.ranks}"]
     for training in trainings:
-        line = ledger.record(training.folder)
-        if not line or line["diverged_at"]:
+        run = ledger.record(training.folder)
+        if not run or not run.counts():
             continue
         command = [*launcher, ROOT / "core_eval.py", training.folder, *args.core.split()]
         if subprocess.run(command).returncode:
@@ -288,29 +286,28 @@ def evaluate_core(trainings: list[Training], args) -> None:
         keep(training, args)
 
 
-def show(args, tables: list[list[Arm]], trainings: list[Training], lines: list[dict]) -> None:
+def show(args, arms: list[StudyArm], trainings: list[Training], known: list[Run]) -> None:
     """Writes the page, and the fits of a scaling experiment."""
-    done = [training for training in trainings if training.line]
+    done = [training for training in trainings if training.run]
     for training in done:
         for arm in training.arms:
-            arm.runs.append(training.line)
+            arm.runs.append(training.run)
     experiment = EXPERIMENTS[args.name]
     if done:
-        write_page(args, experiment, tables)
-    lines_of_done = [training.line for training in done]
-    good = [line for line in lines_of_done if not line["diverged_at"]]
+        write_page(args, experiment, arms)
+    good = [training.run for training in done if training.run.counts()]
     if good and experiment.fits:
-        unseen = held_out(good, lines)
+        unseen = held_out(good, known)
         write_fit(rows_of(good), rows_of(unseen), args.out)
 
 
 def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
     settle(args)
-    tables = tables_of(args.name, args.scale)
-    trainings = trainings_of(args, chosen(args, tables))
-    lines = [] if args.edited else ledger.read_ledger()
-    todo = look_up(trainings, lines, args.rows)
+    arms = chosen(args)
+    trainings = trainings_of(args, arms)
+    known = [] if args.edited else ledger.read_ledger()
+    todo = look_up(trainings, known, args.rows)
     print(f"# {len(todo)} of {len(trainings)} trainings are left to do", flush=True)
     if args.dry_run:
         list_trainings(todo)
@@ -319,7 +316,7 @@ def main(argv=None):
         train_all(todo, args)
     if args.core:
         evaluate_core(trainings, args)
-    show(args, tables, trainings, lines)
+    show(args, arms, trainings, known)
 
 
 if __name__ == "__main__":

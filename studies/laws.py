@@ -27,6 +27,7 @@ from scipy.special import huber
 
 from model import Model, config_of
 from studies.pages import below_opening
+from tools.arms import Run
 from tools.figures import Plot, figure, fmt, frame_table, save_page
 
 ROW = ["run", "mu_rec", "tokens", "flops", "n_once", "n_rec", "depth", "loss"]
@@ -94,16 +95,16 @@ def sizes(cfg) -> tuple[int, int]:
     return once, looped
 
 
-def rows_of(lines: list[dict]) -> pd.DataFrame:
-    """A row for each depth at which the runs of these lines of the ledger were evaluated."""
+def rows_of(runs: list[Run]) -> pd.DataFrame:
+    """A row for each depth at which these runs were evaluated."""
     rows = []
-    for line in lines:
-        cfg = config_of(line["settings"])
-        tokens = line["tokens"]
-        flops = tokens * line["flops_per_token"]
-        run = [line["run"], cfg.mu_rec, tokens, flops, *sizes(cfg)]
-        for depth, loss in line["loss"].items():
-            rows.append([*run, depth, loss])
+    for run in runs:
+        cfg = config_of(run.flags)
+        tokens = run.train[-1]["tokens"]
+        flops = tokens * run.config["flops_per_token"]
+        same = [run.name, cfg.mu_rec, tokens, flops, *sizes(cfg)]
+        for depth, loss in run.last["loss"].items():
+            rows.append([*same, depth, loss])
     return pd.DataFrame(rows, columns=ROW)
 
 

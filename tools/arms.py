@@ -294,10 +294,13 @@ def cost_table(arms: list[Arm]) -> list[str]:
 # Figures
 
 
+def labels_of(arms: list[Arm]) -> list[str]:
+    return list(dict.fromkeys(arm.label for arm in arms))
+
+
 def groups_of(arms: list[Arm]) -> dict[str, dict[str, Arm]]:
     """{group: {label: arm}}, each group with all labels, those that it lacks without runs."""
-    labels = dict.fromkeys(arm.label for arm in arms)
-    groups = {arm.group: {label: Arm(label) for label in labels} for arm in arms}
+    groups = {arm.group: {label: Arm(label) for label in labels_of(arms)} for arm in arms}
     for arm in arms:
         groups[arm.group][arm.label] = arm
     return groups
@@ -336,13 +339,12 @@ def difference_over_training(arms: list[Arm], title: str) -> Plot:
 def comparison_figure(path: Path, arms: list[Arm], title: str = "") -> list[str]:
     """For each group the val loss by depth, and the differences over training."""
     plots = []
-    for group, by_label in groups_of([arm for arm in arms if arm.runs]).items():
+    for group, by_label in groups_of(arms).items():
         members = list(by_label.values())
         plots.append(loss_by_depth(members, group or title))
         if len(arms) > 1:
             plots.append(difference_over_training(members, group or title))
-        labels = list(by_label)
-    return figure(path, CAPTION, labels, plots)
+    return figure(path, CAPTION, labels_of(arms), plots)
 
 
 def curve(run: Run, kind: str) -> tuple:
@@ -368,5 +370,4 @@ def curves_figure(path: Path, arms: list[Arm], kinds) -> list[str]:
                 curves.append(curve(arm.runs[0], kind) if arm.runs else ([], []))
             label, scale = CURVES.get(kind, (f"val {kind}", "linear"))
             plots.append(Plot(TOKENS, label, curves, {"yscale": scale, "title": group}))
-            labels = list(by_label)
-    return figure(path, "Over training, the first seed of each.", labels, plots)
+    return figure(path, "Over training, the first seed of each.", labels_of(arms), plots)

@@ -121,28 +121,28 @@ def core_averages(record: dict) -> list[dict]:
     return found
 
 
-def core_section(file: str, runs: list[Run], out: Path) -> list[str]:
-    """Scores by depth, and at mu_rec the radars of their categories. ±: over seeds; of one seed, the
-    binomial standard error.
-    """
+def core_table(file: str, runs: list[Run]) -> list[str]:
+    """Scores by depth. ±: over seeds; of one seed, the binomial standard error."""
     rows = []
-    fine = []
-    coarse = []
     for run in runs:
         record = run.core[file]
-        at_mu_rec = record["depths"].get(str(run.depth), {})
-        fine.append(at_mu_rec.get("categories_fine", {}))
-        coarse.append(at_mu_rec.get("categories_ext", {}))
         for average in core_averages(record):
             row = {"run": run.name, "loops": average["depth"]} | average
             row["checkpoint"] = record["checkpoint"]
             row["seeds"] = str(record["seeds"])
             rows.append(row)
-    lines = [f"## {file}", "", *records_table(rows, SCORES)]
+    return [f"## {file}", "", *records_table(rows, SCORES)]
+
+
+def radars(file: str, runs: list[Run], out: Path) -> list[str]:
+    """The scores at mu_rec by category."""
+    scores = [run.core[file]["depths"].get(str(run.depth), {}) for run in runs]
+    plots = []
+    for kind in ("categories_fine", "categories_ext"):
+        plots.append(radar([score.get(kind, {}) for score in scores]))
     names = [run.name for run in runs] + ["chance"]
     caption = "Mean centred accuracy by category at mu_rec."
-    plots = [radar(fine), radar(coarse)]
-    return lines + figure(out / f"radar_{file}.png", caption, names, plots, polar=True)
+    return figure(out / f"radar_{file}.png", caption, names, plots, polar=True)
 
 
 def radar(categories: list[dict]) -> Plot:
@@ -188,7 +188,7 @@ def report(runs: list[Run], out: Path) -> None:
         files |= run.core.keys()
     for file in sorted(files):
         scored = [run for run in runs if file in run.core]
-        lines += core_section(file, scored, out)
+        lines += core_table(file, scored) + radars(file, scored, out)
     save_page(out / "report", lines)
 
 

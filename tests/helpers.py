@@ -1,4 +1,4 @@
-"""What several test files use and is no fixture: made-up documents, running a program, slow reference packing."""
+"""What several test files use and is no fixture: made-up documents, running a program, float64 models."""
 
 import json
 import os
@@ -20,18 +20,18 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # the tests' models are too small 
 WORDS = ["the ", "loop ", "core", " and", "ing", "\n", "é", "42", ". ", "state ", "x"]
 
 
-def documents(n, seed=0, mean=120):
-    """n texts of WORDS, of exponentially distributed length."""
+def documents(n, seed=0):
+    """n texts of WORDS, of exponentially distributed length, 120 words on average."""
     rng = random.Random(seed)
     texts = []
     for _ in range(n):
-        words = rng.choices(WORDS, k=1 + int(rng.expovariate(1 / mean)))
+        words = rng.choices(WORDS, k=1 + int(rng.expovariate(1 / 120)))
         texts.append("".join(words) + ".")
     return texts
 
 
-def write_parquet(path, texts, **options):
-    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, **options)
+def write_parquet(path, texts):
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
 
 
 def write_jsonl(path, texts):
@@ -74,45 +74,14 @@ def refused(capsys, action, *fragments):
     return errors[-1]
 
 
-def naive_pack(documents, row, split, buffer):
-    """Best-fit packing by scanning a list -> (rows, cropped tokens, tokens of the incomplete last row).
-
-    documents: lists of ids, each with its BOS. With split, longer documents are cut into rows first.
-    """
-    bos = documents[0][0]
-    waiting = []
-    for doc in documents:
-        if split and len(doc) > row:
-            body = doc[1:]
-            for start in range(0, len(body), row - 1):
-                waiting.append([bos, *body[start : start + row - 1]])
-        else:
-            waiting.append(doc)
-    rows, current, pool, cropped = [], [], [], 0
-    while waiting or pool:
-        while waiting and len(pool) < buffer:
-            pool.append(waiting.pop(0))
-        room = row - len(current)
-        fitting = [doc for doc in pool if len(doc) <= room]
-        # the longest that fits, else the shortest; the first of equals
-        doc = max(fitting, key=len) if fitting else min(pool, key=len)
-        pool.remove(doc)
-        cropped += max(0, len(doc) - room)
-        current = current + doc[:room]
-        if len(current) == row:
-            rows.append(current)
-            current = []
-    return rows, cropped, len(current)
-
-
-def write_bundle(path, rows_by_file, prefix="eval_bundle/eval_data/"):
+def write_bundle(path, rows_by_file):
     """An evaluation bundle (zip) of {file: rows or raw bytes}; returns its path."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, rows in rows_by_file.items():
             content = rows
             if not isinstance(rows, bytes):
                 content = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-            archive.writestr(prefix + name, content)
+            archive.writestr("eval_bundle/eval_data/" + name, content)
     return path
 
 

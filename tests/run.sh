@@ -5,4 +5,4 @@ CDPATH='' cd "$(dirname "$0")/.."
 bash speedrun.sh setup
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q "$@" # the tests' models are too small for two threads
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 "$@" # two processes: the models are too small for two threads

@@ -15,12 +15,10 @@ from model import Model, ModelConfig
 SMALL = ModelConfig(vocab_size=32, seq_len=8, d_model=16, n_head=1, d_mlp=16, mu_rec=4)
 ROWS = 4
 CASES = {
-    "zoh": {"gain": "zoh"},
     "attnres": {"mechanism": "attnres"},
     "hyper": {"mechanism": "hyper"},
     "token depths": {"granularity": "token"},
     "flat": {"n_core": 0},
-    "all loops with gradient": {"sampling": "poisson-full"},
     "recomputed loops": {"injection": "concat"},
     "bfloat16 with a float32 residual": {},
 }

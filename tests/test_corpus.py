@@ -178,12 +178,3 @@ def test_download_lists_what_is_missing_and_continues(trouble, times, host, tmp_
     refused(capsys, lambda: fetch(tmp_path / "out"), *said)
     assert host.seen.count("shard_00002.parquet") == times
     assert fetch(tmp_path / "out") == host.files
-
-
-def test_a_host_that_does_not_resolve_is_asked_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://nowhere.invalid")
-    monkeypatch.setenv("no_proxy", "nowhere.invalid")
-    monkeypatch.setattr(corpus, "BACK_OFF", 1e9)
-    refused(
-        capsys, lambda: fetch(tmp_path / "off", "1"), "shard_01822.parquet is missing", "resolve"
-    )

@@ -7,7 +7,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,9 +73,3 @@ def test_a_step_and_a_validation_read_nothing_from_the_card(cfg):
     copies = {"the rows' order, or the tokens' depths"}
     copies |= {"the loops' indices"} if cfg.n_core else set()
     assert sum(watch.copies.values()) == len(copies), watch.copies
-
-
-def test_a_boolean_index_is_seen():
-    x = torch.zeros(3, device="meta")
-    with pytest.raises((RuntimeError, NotImplementedError)), Watch():
-        F.relu(x)[x > 0]

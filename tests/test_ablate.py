@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from helpers import ROOT, refused
 from looped.machine import code_hash
 from looped.run import newest_checkpoint
 from tools import ablate, runner
-from tools.report import read_run
+from tools.arms import Arm, Run, answer, read_run
 
 FLAGS = "--seq-len 32 --vocab-size 300 --d-model 16 --d-mlp 16 --eval-tokens 2e3 --tokens 1e4"
 
@@ -71,11 +70,11 @@ def test_an_edit_is_answered_and_the_base_is_trained_once(run, checkout, capsys)
     base = last_losses(checkout, code_hash(ROOT))
     gaps = np.subtract(last_losses(checkout, code_hash(checkout)), base)
     half = 12.7062 * np.std(gaps, ddof=1) / 2**0.5
-    assert f"| 8 | {np.mean(base):.4f} |" in page
+    assert f"| main | 2 | {np.mean(base):.4f} ±" in page
     assert f"{np.mean(gaps):+.4f} ± {half:.4f}" in page
     assert f"difference {gaps[1]:+.4f}" in said
     assert "+    return 0.5 * dt" in page
-    assert read_run(checkout / "runs/ablate/euler_gain/main-s0").loss == base[0]
+    assert read_run(checkout / "runs/ablate/euler_gain/main-s0", "").loss == base[0]
     assert "0 of 4 trainings are left" in run("return 0.5 * dt  # a comment")
     with pytest.raises(SystemExit):
         run("raise RuntimeError('crash')", "--jobs", "1")
@@ -114,16 +113,17 @@ def test_an_interruption_saves(packed, tmp_path, monkeypatch):
 
 
 def arm(name, losses):
-    """Ended with these losses at depth 8; began at 7."""
-    runs = {}
+    """Ended with these losses at depth 8, or diverged."""
+    runs = []
     for seed, loss in enumerate(losses):
-        ended = {"depth": 8, "last": {"final": True}, "train": [{"loss": 7.0}]}
-        runs[seed] = SimpleNamespace(loss=loss, **ended)
-    return ablate.Arm(name, None, [], runs)
+        config = {"args": {"seed": seed}, "model": {"mu_rec": 8}}
+        last = {"loss": {8: loss}, "final": True}
+        runs.append(Run("", config, [], [last], diverged_at=None if loss < 7 else 5))
+    return Arm(name, runs=runs)
 
 
 def answer_to(losses):
-    return ablate.answer(ablate.Pair(arm("main", [4.0, 4.1, 4.2, 4.3]), arm("half", losses)))
+    return answer(arm("half", losses), arm("main", [4.0, 4.1, 4.2, 4.3]))
 
 
 def test_the_sentence_is_the_paired_t_test():

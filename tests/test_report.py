@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from looped.run import read_log
-from tools import report
-from tools.figures import depth_plot, half_width, plus_minus
-from tools.report import read_run
+from tools import arms, report
+from tools.arms import read_run
+from tools.figures import half_width, plus_minus
 
 STEPS, STEP_TOKENS = 20, 4096
 SHIFTS = {1: 0.9, 8: 0.0, 16: 0.005}  # of the loss by depth
@@ -89,7 +89,11 @@ def run_report(monkeypatch, capsys):
 
 
 def compare(*paths):
-    return report.compare_arms([read_run(path, path.name) for path in paths])
+    """What is said of the second arm, and of runs that are not compared."""
+    runs = [read_run(path, path.name) for path in paths]
+    base, *others = report.arms_of(runs)
+    said = [line for arm in others for line in report.comparison(arm, base)]
+    return [line for line in said + report.not_compared(runs) if line]
 
 
 def tables(text):
@@ -110,16 +114,16 @@ def test_tables_equal_a_second_computation(tmp_path, run_report):
     speed = statistics.median(9000 + s**2 for s in range(1, STEPS + 1))
     minutes = sum(450 + s for s in range(1, STEPS + 1)) / 6e4
     tokens = STEPS * STEP_TOKENS
-    assert losses[0][3] == "difference from e"
-    assert losses[1] == ["e", "8", "4.5000", "0.0000", "2.2500"]
-    assert by_depth[1] == ["e", "5.4000", "4.5000", "4.5050"]
-    assert losses[2][2:4] == ["4.4849", "-0.0151"]
+    assert losses[1] == ["e", "1", "4.5000"]
+    assert losses[2] == ["z", "1", "4.4849"]
+    assert losses[3] == ["z: difference from e", "1", "-0.0151"]
+    assert by_depth[1] == ["e", "1", "4.5000", "5.4000", "4.5000", "4.5050"]
     assert differs[1:] == [["gain", "euler", "zoh"]] and "Warning" not in text
     flops = f"{tokens * 2.5e7:.3g}"
     fast = f"{speed:,.0f}"
     each = ["1,180,000", "2.5e+07", f"{tokens:,}", flops, fast, f"{minutes:.1f}", "1.50"]
     assert cost[1] == ["e", *each]
-    assert "-0.0151 nats/token, n = 1" in text and "One seed gives no interval" in text
+    assert "z differs from e by -0.0151 nats/token at 8 loops; one seed gives no interval" in text
     assert "Unigram baseline: 7.0123" in screen
 
 
@@ -137,11 +141,6 @@ def test_figures_stand_beside_the_report_and_are_linked_by_name(tmp_path, run_re
     _, *scores = tables(text)[4]
     mean = ["mean of 4 of 22 tasks", "0.1234", "0.0010"]
     assert [row[:5] for row in scores] == [[run, depth, *mean] for run in "ab" for depth in "18"]
-
-
-def test_a_model_without_a_loop_is_a_level_line():
-    (_, curve), (x, level) = depth_plot([{1: 5.0, 8: 4.0}, {0: 4.5}], "loss", 8).curves
-    assert list(curve) == [5.0, 4.0] and list(x) == [0, 3] and list(level) == [4.5, 4.5]
 
 
 def test_a_repeated_step_counts_once_and_its_last_record_wins(tmp_path):
@@ -166,27 +165,26 @@ def test_half_width_of_the_interval_is_the_tabled_t_times_the_standard_error(n, 
 
 def test_arms_are_paired_by_seed_in_any_order(tmp_path):
     shifts = {0: -0.012, 1: -0.016, 2: -0.010}
-    runs = [make_run(tmp_path / f"e{s}", seed=s) for s in shifts]
+    runs = [make_run(tmp_path / f"e-s{s}", seed=s) for s in shifts]
     for seed, shift in reversed(shifts.items()):
-        runs.append(make_run(tmp_path / f"z{seed}", "zoh", seed=seed, shift=shift))
+        runs.append(make_run(tmp_path / f"z-s{seed}", "zoh", seed=seed, shift=shift))
     (said,) = compare(*runs)
-    mean = statistics.mean(shifts.values())
+    mean = -statistics.mean(shifts.values())
     half = 4.30265 * statistics.stdev(shifts.values()) / 3**0.5
-    change = f"With gain zoh instead of euler the val loss changes by {mean:+.4f} ± {half:.4f}"
-    assert said.startswith(change)
-    said, warned = compare(*runs[:-1])
-    assert "n = 2" in said and "not every seed is also there with gain zoh" in warned
+    assert said.startswith(f"z is better than e by {mean:.4f} ± {half:.4f} nats/token at 8 loops")
+    assert said.endswith("3 seeds, 95 %. z has gain zoh instead of euler.")
+    assert "2 seeds" in compare(*runs[:-1])[0]
 
 
 def test_code_is_named_first_and_runs_of_mixed_code_are_no_arm(tmp_path):
     base = make_run(tmp_path / "base")
     both = make_run(tmp_path / "both", "zoh", code="c1")
-    said, warned, _ = compare(base, both)
-    assert said.startswith("With the code of both, gain zoh instead of euler")
+    said, warned = compare(base, both)
+    assert said.endswith("both has other code, gain zoh instead of euler.")
     assert "more than one" in warned
     start = {"kind": "start", "step": 4, "tokens": 0, "code": "c2"}
     write_log(both, [start, *log_of(both)])
-    assert "both is not compared: it is unfinished" in compare(base, both)[1]
+    assert "both (continued by other code) is not compared" in compare(base, both)[2]
 
 
 @pytest.mark.parametrize("change, words", [
@@ -196,9 +194,9 @@ def test_code_is_named_first_and_runs_of_mixed_code_are_no_arm(tmp_path):
     ({"args": {"muon_lr": 0.004}}, "muon_lr 0.004 instead of 0.008"),
 ])  # fmt: skip
 def test_what_else_differs_is_a_warning(tmp_path, change, words):
-    _, warned, _ = compare(make_run(tmp_path / "a"), make_run(tmp_path / "b", "zoh", **change))
-    assert warned.startswith("Warning: more than one thing differs: gain zoh")
-    assert words in warned
+    said, warned = compare(make_run(tmp_path / "a"), make_run(tmp_path / "b", "zoh", **change))
+    assert f"gain zoh instead of euler, {words}" in said or f"{words}, gain zoh" in said
+    assert warned.startswith("Warning: more than one thing differs")
 
 
 @pytest.mark.parametrize("change", [{"final": False}, {"loss": {"8": None}}])
@@ -209,13 +207,38 @@ def test_a_seed_that_is_unfinished_or_lost_is_not_compared(tmp_path, change):
     log[-1] |= change
     write_log(runs[-1], log)
     said = compare(*runs)
-    assert "n = 2" in said[0] and "z2 is not compared" in said[1]
+    assert "2 seeds" in said[0] and "z2 is not compared" in said[1]
 
 
 def test_the_flat_twin_is_what_others_are_compared_with_over_training(tmp_path):
     network = {"mu_rec": 0, "n_core": 0}
     flat = make_run(tmp_path / "flat", shift=0.2, shifts={0: 0.2}, model=network)
-    runs = [read_run(make_run(tmp_path / "euler")), read_run(flat)]
-    assert report.loss_table(runs)[3].split(" | ")[3] == "0.4000"  # each at its own mu_rec
-    (_, looped), (_, none) = report.difference_plot(runs).curves
-    assert not none.any() and np.allclose(looped, -0.2)
+    runs = [read_run(make_run(tmp_path / "euler"), "euler"), read_run(flat, "flat")]
+    groups = report.arms_of(runs)
+    (_, looped), (_, none) = arms.difference_over_training(groups, "").curves
+    assert not none.any() and np.allclose(looped, -0.4)  # each at its own mu_rec
+    (x, curve), (_, level) = arms.loss_by_depth(groups, "").curves
+    assert list(x) == [0, 3, 4] and list(level) == [4.9] * 3 and curve[1] == 4.5
+
+
+def steps(losses):
+    return [{"step": i, "loss": x, "state_norm": 1.0} for i, x in enumerate(losses, 1)]
+
+
+def test_divergence_rule():
+    divergence = arms.divergence
+    falling = [8 - 4 * i / 200 for i in range(200)]
+    assert divergence(steps(falling)) is None
+    spike = [*falling[:150], 12.0, *falling[151:]]  # one that it recovers from
+    assert divergence(steps(spike)) is None
+    up = falling[:100] + [9.0] * 100
+    assert 101 <= divergence(steps(up)) <= 101 + 200 // 20
+    for end, diverged in ((4.4, False), (4.8, True)):  # half a nat above the lowest
+        found = divergence(steps([*falling, *[end] * 200]))
+        assert (found is not None) == diverged
+    stopped = [record | {"skipped": 1, "loss": math.nan} for record in steps([0] * 63)[60:]]
+    assert divergence(steps(falling[:60]) + stopped) == 61
+    growing = steps(falling)
+    for record in growing:
+        record["state_norm"] = 1.2 ** record["step"]  # 1.2^50 is 9,100, 1.2^51 10,920
+    assert divergence(growing[:50]) is None and divergence(growing) == 52

@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from scipy.optimize import least_squares
+from scipy.stats import gmean
 
 from model import Model, config_of
 from studies.pages import below_opening
@@ -31,7 +32,7 @@ ROW = ["run", "mu_rec", "tokens", "flops", "n_once", "n_rec", "depth", "loss"]
 DELTA = 1e-3  # of the Huber loss
 RESTARTS = 100  # random starts of a law's fit
 KEPT = 5  # of them, descended to the end
-RESAMPLES = 400  # of the bootstraps; the fit itself comes first in their arrays
+RESAMPLES = 200  # of the bootstraps; the fit itself comes first in their arrays
 EXACT = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-15, "max_nfev": 2000}  # where a fit ends
 
 # Bounds, and range of the starts. E is relative to the lowest loss; A and B are the size of their
@@ -90,7 +91,8 @@ def rows_of(lines: list[dict]) -> pd.DataFrame:
     for line in lines:
         cfg = config_of(line["settings"])
         tokens = line["tokens"]
-        run = [line["run"], cfg.mu_rec, tokens, tokens * line["flops_per_token"], *sizes(cfg)]
+        flops = tokens * line["flops_per_token"]
+        run = [line["run"], cfg.mu_rec, tokens, flops, *sizes(cfg)]
         for depth, loss in line["loss"].items():
             rows.append([*run, depth, loss])
     return pd.DataFrame(rows, columns=ROW)
@@ -112,11 +114,13 @@ def at_mu_rec(rows) -> pd.DataFrame:
 
 def law_loss(p, rows):
     """The law with parameters {name: value}, on columns {name: values}."""
-    N = rows["n_once"] + rows["mu_rec"] ** p["phi"] * rows["n_rec"]
+    unrolled = rows["mu_rec"] ** p["phi"] * rows["n_rec"]
+    N = rows["n_once"] + unrolled
     size = p["A"] * N ** -p["a"]
     data = p["B"] * rows["tokens"] ** -p["b"]
     loops = rows["depth"] / rows["mu_rec"] ** p["gamma"]
-    return p["E"] + size + data + p["Z"] * np.exp(-p["z"] * loops)
+    test_time = p["Z"] * np.exp(-p["z"] * loops)
+    return p["E"] + size + data + test_time
 
 
 class Law:
@@ -127,7 +131,8 @@ class Law:
         self.free = [key for key in BOX if key not in fixed]
         self.rows = rows.to_records()
         self.lowest = rows.loss.min()
-        self.N, self.D = np.exp(np.log(rows[["n_eff", "tokens"]]).mean())
+        self.N = gmean(rows.n_eff)
+        self.D = gmean(rows.tokens)
         box = np.log([BOX[key] for key in self.free])
         self.low, self.high, self.first, self.last = box.T
 
@@ -145,12 +150,12 @@ class Law:
             return np.log(law_loss(self.parameters(q), rows) / rows["loss"])
 
         limits |= {"bounds": (self.low, self.high), "loss": "huber", "f_scale": DELTA}
-        return least_squares(residual, start, jac="cs", **limits)
+        return least_squares(residual, start, jac="cs", method="dogbox", **limits)
 
     def solve(self, rng):
         """The best of the KEPT best of RESTARTS random starts, descended to the end."""
         starts = rng.uniform(self.first, self.last, (RESTARTS, len(self.free)))
-        rough = [self.descend(q, self.rows, method="dogbox", max_nfev=20) for q in starts]
+        rough = [self.descend(q, self.rows, max_nfev=20) for q in starts]
         rough.sort(key=attrgetter("cost"))
         found = [self.descend(result.x, self.rows, **EXACT) for result in rough[:KEPT]]
         return min(found, key=attrgetter("cost"))
@@ -170,8 +175,8 @@ def fit_law(rows, rng, fixed: dict) -> tuple[pd.DataFrame, list[str]]:
         found.append(law.descend(best, law.rows[sample]).x)
     ends = np.quantile(found[1:], [0.025, 0.975], axis=0)
     values = np.array([best, *ends])
-    room = np.minimum(values - law.low, law.high - values).min(0)
-    bounded = [key for key, distance in zip(law.free, room) if distance < 1e-6]
+    at_bound = np.isclose(values, law.low) | np.isclose(values, law.high)
+    bounded = np.array(law.free)[at_bound.any(0)].tolist()
     return pd.DataFrame([law.parameters(q) for q in found]), bounded
 
 
@@ -239,10 +244,12 @@ def lowest_point(grid, variance: float, rng) -> dict:
     x = np.linspace(measured.min(), measured.max(), 1001)
     curves = np.vstack([parabola, drawn]) @ np.vander(x, 3).T
     best = x[curves.argmin(1)]
-    tokens = np.exp(np.interp(best, measured, np.log(grid.tokens)))
-    inside = x[0] < best[0] < x[-1]
-    found = {"parabola": parabola, "loss": curves[0].min(), "inside": inside}
-    return found | {"mu": 2**best, "tokens": tokens}
+    log_tokens = np.interp(best, measured, np.log(grid.tokens))
+    found = {"parabola": parabola, "loss": curves[0].min()}
+    found["inside"] = x[0] < best[0] < x[-1]
+    found["mu"] = 2**best
+    found["tokens"] = np.exp(log_tokens)
+    return found
 
 
 def power_laws(budgets) -> dict:
@@ -307,12 +314,10 @@ def write_fit(rows, held_out, out: Path) -> None:
             page += [f"Best {name} ~ C^{span(exponent)}", ""]
         page += frame_table(table)
         unseen = {"unified law": law_loss(fits["unified depth/mu"], held_out)}
-        figures += [
-            draw_isoflop(budgets, trained, out / "isoflop.png"),
-            draw_optima(budgets, exponents, out / "optima.png"),
-            draw_law(fits["train"], at_mu_rec(looped), out / "train.png"),
-            draw_by_depth(held_out, unseen, out / "unified.png"),
-        ]
+        figures.append(draw_isoflop(budgets, trained, out / "isoflop.png"))
+        figures.append(draw_optima(budgets, exponents, out / "optima.png"))
+        figures.append(draw_law(fits["train"], at_mu_rec(looped), out / "train.png"))
+        figures.append(draw_by_depth(held_out, unseen, out / "unified.png"))
     fitted, predicted = fit_curves(looped)
     page += forms_table(looped, fitted, predicted)
     figures.append(draw_by_depth(looped, fitted, out / "test_time.png"))
@@ -340,12 +345,12 @@ def isoflop_table(budgets) -> list[str]:
 
 def forms_table(rows, fitted, predicted) -> list[str]:
     near = rows.depth <= rows.mu_rec
-    errors = {
-        "% off up to mu_rec": percent_off(fitted[near], rows.loss[near]).mean(),
-        "% off beyond, fitted up to mu_rec": percent_off(predicted, rows.loss).mean(),
-    }
-    table = pd.DataFrame(errors).rename_axis("test-time law, mean over points")
-    return frame_table(table.map("{:.3g}".format))
+    off = percent_off(fitted, rows.loss)
+    errors = {"% off up to mu_rec": off[near].mean()}
+    off = percent_off(predicted, rows.loss)
+    errors["% off beyond, fitted up to mu_rec"] = off.mean()
+    table = pd.DataFrame(errors).map("{:.3g}".format)
+    return frame_table(table.rename_axis("test-time law, mean over points"))
 
 
 # -- figures

@@ -150,12 +150,12 @@ class Law:
             return np.log(law_loss(self.parameters(q), rows) / rows["loss"])
 
         limits |= {"bounds": (self.low, self.high), "loss": "huber", "f_scale": DELTA}
-        return least_squares(residual, start, jac="cs", method="dogbox", **limits)
+        return least_squares(residual, start, jac="cs", **limits)
 
     def solve(self, rng):
         """The best of the KEPT best of RESTARTS random starts, descended to the end."""
         starts = rng.uniform(self.first, self.last, (RESTARTS, len(self.free)))
-        rough = [self.descend(q, self.rows, max_nfev=20) for q in starts]
+        rough = [self.descend(q, self.rows, method="dogbox", max_nfev=20) for q in starts]
         rough.sort(key=attrgetter("cost"))
         found = [self.descend(result.x, self.rows, **EXACT) for result in rough[:KEPT]]
         return min(found, key=attrgetter("cost"))
@@ -172,7 +172,7 @@ def fit_law(rows, rng, fixed: dict) -> tuple[pd.DataFrame, list[str]]:
     for _ in range(RESAMPLES):
         drawn = rng.integers(len(runs), size=len(runs))
         sample = np.concatenate([runs[i] for i in drawn])
-        found.append(law.descend(best, law.rows[sample]).x)
+        found.append(law.descend(best, law.rows[sample], method="dogbox").x)
     ends = np.quantile(found[1:], [0.025, 0.975], axis=0)
     values = np.array([best, *ends])
     at_bound = np.isclose(values, law.low) | np.isclose(values, law.high)

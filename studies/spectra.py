@@ -22,7 +22,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from dataloader import PackedData
-from looped.common import Parser, fail, positive_int
+from looped.common import Parser
 from looped.ops import hash_keys
 from looped.randomness import FOR_EVAL
 from looped.run import checkpoints, read_checkpoint, step_of
@@ -31,10 +31,11 @@ from tools.figures import Plot, figure, fmt, frame_table, save_page
 
 # not an Apple GPU, which lacks float64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS = 32  # of validation
 LOOPS = 24  # the largest depth
-OVER_TRAINING = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # depths that have a curve with --checkpoints
+NO_CURVE = [5, 7, *range(9, 24)]  # depths left out over training
 SPECTRA = {"rho": "ρ(Ā)", "carry_norm": "‖Ā‖", "write_norm": "‖B̄‖", "readout_norm": "‖C‖"}
-QUANTILES = {"least": 0.0, "a tenth": 0.1, "median": 0.5, "nine tenths": 0.9, "largest": 1.0}
+QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)  # over channels
 EXPLANATION = (
     "norms over channels, mean over tokens. ρ(Ā) and the spectral norms are of the linear part of "
     "a loop alone, without its blocks."
@@ -86,7 +87,7 @@ def stage_norms(model, ids, keys) -> dict:
 
 
 @torch.no_grad()
-def loop_norms(model, ids, keys, loops: int) -> dict:
+def loop_norms(model, ids, keys, loops: int = LOOPS) -> dict:
     """{"state": {depth: ‖h‖}, "residual": {depth: ‖h - previous h‖}, "expansion": {depth: ‖C h‖/‖h‖}}."""
     state = {}
     residual = {}
@@ -97,9 +98,9 @@ def loop_norms(model, ids, keys, loops: int) -> dict:
         state[depth] = mean_norm(x)
         if depth:
             residual[depth] = mean_norm(x - previous)
-            if model.C is not None:
-                ratio = model.C(h).double().norm(dim=-1) / x.norm(dim=-1)
-                expansion[depth] = ratio.mean().item()
+        if depth and model.C is not None:
+            ratio = model.C(h).double().norm(dim=-1) / x.norm(dim=-1)
+            expansion[depth] = ratio.mean().item()
         previous = x
     return {"state": state, "residual": residual, "expansion": expansion}
 
@@ -112,34 +113,28 @@ def channels(model) -> dict:
     rates = (model.injection.A_log, model.injection.dt_bias)
     decay, gain = discretise(*rates, model.cfg.gain)
     _, dt = discretise(*rates, "euler")
-    shares = list(QUANTILES.values())
+    shares = torch.tensor(QUANTILES, device=decay.device)
     found = {}
     for name, values in (("decay", decay), ("gain/Δ", gain / dt)):
-        quantiles = values.cpu().quantile(torch.tensor(shares))
-        found[name] = dict(zip(QUANTILES, quantiles.tolist()))
+        found[name] = dict(zip(QUANTILES, values.quantile(shares).tolist()))
     return found
 
 
-def measure_run(path: Path, args) -> Iterator[dict]:
-    """Yields what is measured of a run's newest checkpoint or, with --checkpoints, of each by step."""
+def measure_run(path: Path, over_training: bool) -> Iterator[dict]:
+    """Yields what is measured of a run's newest checkpoint or of each, by step."""
     model, _, config = load_run(path, DEVICE, torch.float32 if DEVICE.type == "cpu" else None)
-    if model.cfg.n_core == 0:
-        fail(f"{path} has no loop to look into; leave it out")
     data = PackedData(Path(config["data"]["path"]))
-    numbers = np.arange(min(args.rows, data.rows("val")))
+    numbers = np.arange(min(ROWS, data.rows("val")))
     rows = data.get("val", numbers)[:, :-1]
     ids = torch.from_numpy(rows).to(DEVICE)
     keys = hash_keys(FOR_EVAL, each=numbers, device=DEVICE)
-    for file in checkpoints(path) if args.checkpoints else [path / config["checkpoint"]]:
+    files = checkpoints(path) if over_training else [path / config["checkpoint"]]
+    for file in files:
         model.load_state_dict(read_checkpoint(file)["model"])
         step = step_of(file)
-        tokens = step * config["args"]["batch_size"] * model.cfg.seq_len
-        ratio = tokens / config["params"]
-        run = {"step": step, "tokens": ids.numel(), "spectra": model.spectra()}
-        run["name"] = f"step {step}" if args.checkpoints else f"{path.name}, step {step}"
-        run["about"] = f"`{config['command']}`: {ratio:.2g} tokens a parameter at step {step}."
+        run = {"name": f"{path.name}, step {step}", "step": step, "spectra": model.spectra()}
         run |= stage_norms(model, ids, keys)
-        run |= loop_norms(model, ids, keys, LOOPS)
+        run |= loop_norms(model, ids, keys)
         yield run | channels(model)
 
 
@@ -148,23 +143,17 @@ def picture(key: str, frame: pd.DataFrame, steps: list[int], out: Path) -> list[
     there are steps, over training, a curve for each depth, stage or quantile.
     """
     label = QUANTITIES[key]
-    by_depth = label.endswith("by depth")
     name = key.removesuffix("/Δ").replace(" ", "-")
+    path = out / f"norms-{name}.png"
+    plot = Plot("", label, [], {"yscale": "log"})
     if steps:
-        plot = Plot("step", label, [])
         path = out / f"training-{name}.png"
-        caption = f"Over training: {label}."
-        if by_depth:
-            frame = frame[frame.index.isin(OVER_TRAINING)]
-        frame = frame.T.set_axis(steps)
-    else:
-        plot = Plot("depth, loops" if by_depth else "", label, [], {"yscale": "log"})
-        path = out / f"norms-{name}.png"
-        caption = f"{label}."
-    for _, values in frame.items():  # the runs may have different numbers of blocks
-        known = values.dropna()
-        plot.curves.append((known.index.to_numpy(), known.to_numpy()))
-    return figure(path, caption, list(map(str, frame)), [plot])
+        plot = Plot("step", label, [])
+        frame = frame.drop(NO_CURVE, errors="ignore").T.set_axis(steps)
+    for column in frame:  # the runs may have different numbers of blocks
+        known = frame[column].dropna()
+        plot.curves.append((known.index, known))
+    return figure(path, label, list(map(str, frame)), [plot])
 
 
 def main(argv=None):
@@ -173,24 +162,22 @@ def main(argv=None):
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     add("--checkpoints", action="store_true", help="of one run: all its checkpoints, over training")
     add("--out", type=Path, help="folder to write to (default: the first run)")
-    add("--rows", type=positive_int, default=32, help="validation rows (default: %(default)s)")
     args = parser.parse_args(argv)
     out = args.out or args.runs[0]
-    runs = [run for path in args.runs for run in measure_run(path, args)]
+    runs = []
+    for path in args.runs:
+        runs += measure_run(path, args.checkpoints)
+    names = [run["name"] for run in runs]
     steps = [run["step"] for run in runs] if args.checkpoints else []
-    lines = ["# Norms in the loop", ""]
-    for run in runs[-1:] if args.checkpoints else runs:
-        lines += [run["about"], ""]
-    lines += [f"{runs[0]['tokens']:,} validation tokens; {EXPLANATION}", ""]
-    tables = []
+    lines = ["# Norms in the loop", "", f"{ROWS} rows of validation; {EXPLANATION}", ""]
     for key, label in QUANTITIES.items():
         values = [run.get(key, {}) for run in runs]
-        frame = pd.DataFrame(values, [run["name"] for run in runs], dtype=float).T
-        frame = frame.rename(index=SPECTRA).dropna(how="all").rename_axis(index=key)
+        frame = pd.DataFrame(values, names, dtype=float).T
+        frame = frame.rename(SPECTRA).dropna(how="all").rename_axis(key)
         if len(frame):
-            lines += picture(key, frame, steps, out)
-            tables += [f"## {label}", "", *frame_table(frame.map(fmt, spec=".4g"))]
-    save_page(out / "norms", lines + tables)
+            lines += [f"## {label}", "", *picture(key, frame, steps, out)]
+            lines += frame_table(frame.map(fmt, spec=".4g"))
+    save_page(out / "norms", lines)
 
 
 if __name__ == "__main__":

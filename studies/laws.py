@@ -208,6 +208,20 @@ def fit_laws(rows, held_out, rng) -> tuple[dict, pd.DataFrame]:
     return fits, pd.DataFrame(columns).rename_axis("law")
 
 
+def loss_at_mu_rec(rows) -> pd.Series:
+    """Of each row's run."""
+    return rows.run.map(at_mu_rec(rows).set_index("run").loss)
+
+
+def held_out_guesses(p, rows) -> dict:
+    """By the unified law, and with the measured loss at mu_rec in place of the training law's (the
+    paper's oracle).
+    """
+    guess = law_loss(p, rows)
+    floor = law_loss(p.to_dict() | {"Z": 0}, rows)
+    return {"unified law": guess, "oracle": loss_at_mu_rec(rows) + guess - floor}
+
+
 # -- isoFLOP curves
 
 
@@ -278,20 +292,22 @@ def fit_form(name: str, seen, points):
     return law_loss(law.parameters(fit.x), points.assign(depth=t(points.depth)))
 
 
-def fit_curves(rows) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Each run's loss against depth in the four forms -> losses by row and form, from a fit to all
-    depths and, beyond mu, from one to depths up to mu.
+def fit_curves(rows) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Each run's loss against depth in the four forms -> losses by row and form: of a fit to all
+    depths; its floor; and beyond mu, of a fit to depths up to mu.
     """
     fitted = pd.DataFrame(index=rows.index, columns=list(FORMS), dtype=float)
+    floor = fitted.copy()
     predicted = fitted.copy()
     for _, points in rows.groupby("run"):
         near = points[points.depth <= points.mu_rec]
         beyond = points.drop(near.index)
         for name in FORMS:
             fitted.loc[points.index, name] = fit_form(name, points, points)
+            floor.loc[points.index, name] = fit_form(name, points, points.assign(depth=np.inf))
             if len(near) > 2:
                 predicted.loc[beyond.index, name] = fit_form(name, near, beyond)
-    return fitted, predicted
+    return fitted, floor, predicted
 
 
 # -- the page
@@ -314,13 +330,13 @@ def write_fit(rows, held_out, out: Path) -> None:
         for name, (exponent, _) in exponents.items():
             page += [f"Best {name} ~ C^{span(exponent)}", ""]
         page += frame_table(table)
-        unseen = {"unified law": law_loss(fits["unified depth/mu"], held_out)}
+        unseen = held_out_guesses(fits["unified depth/mu"], held_out)
         figures.append(draw_isoflop(budgets, trained, out / "isoflop.png"))
         figures.append(draw_optima(budgets, exponents, out / "optima.png"))
         figures.append(draw_law(fits["train"], at_mu_rec(looped), out / "train.png"))
         figures.append(draw_by_depth(held_out, unseen, out / "unified.png"))
-    fitted, predicted = fit_curves(looped)
-    page += forms_table(looped, fitted, predicted)
+    fitted, floor, predicted = fit_curves(looped)
+    page += forms_table(looped, fitted, floor, predicted)
     figures.append(draw_by_depth(looped, fitted, out / "test_time.png"))
     opening = [f"# Fits of {rows.run.nunique()} runs", "", *figures[0]]
     for lines in figures[1:]:
@@ -344,12 +360,15 @@ def isoflop_table(budgets) -> list[str]:
     return frame_table(shown.rename("{:.3g}".format).rename_axis("FLOPs"))
 
 
-def forms_table(rows, fitted, predicted) -> list[str]:
+def forms_table(rows, fitted, floor, predicted) -> list[str]:
     near = rows.depth <= rows.mu_rec
     off = percent_off(fitted, rows.loss)
     errors = {"% off up to mu_rec": off[near].mean()}
     off = percent_off(predicted, rows.loss)
     errors["% off beyond, fitted up to mu_rec"] = off.mean()
+    off = percent_off(floor, loss_at_mu_rec(rows))
+    errors["floor, % off the loss at mu_rec"] = off.mean()
+    errors["largest"] = off.max()
     table = pd.DataFrame(errors).map("{:.3g}".format)
     return frame_table(table.rename_axis("test-time law, mean over points"))
 

@@ -33,7 +33,7 @@ def introduction(command: str, runs: list[Run]) -> list[str]:
     lengths = set()
     for run in runs:
         tokens = run.train[-1]["tokens"] / run.config["params"]
-        lengths.add(f"{tokens:.2g}")
+        lengths.add(f"{tokens:.3g}")
     ratios = ", ".join(sorted(lengths, key=float))
     seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
     trained = f"Training tokens a parameter: {ratios}. Seeds: {seeds}."

@@ -10,6 +10,7 @@ import torch
 
 from model import PRESETS
 from studies import laws
+from tools.arms import Run
 
 # E, A, a, B, b of 140M (the paper's appendix "Fitting a Parametric Function for Looping")
 PAPER = [2.662, 522733.307, 0.771, 25420.102, 0.525]
@@ -154,7 +155,9 @@ def test_the_best_depths_interval_is_as_wide_as_fits_scatter():
 
 def test_exponential_curve_is_recovered_and_beats_its_rivals():
     rows = made(depths=range(1, 25), budgets=(1e18,))
-    fitted, predicted = laws.fit_curves(rows)
+    fitted, floor, predicted = laws.fit_curves(rows)
+    known = laws.loss_at_mu_rec(rows) - 6 * math.exp(-6)
+    assert np.allclose(floor["L + Z exp(-zT)"], known, rtol=1e-5)
     for losses in (fitted, predicted):
         off = laws.percent_off(losses, rows.loss).mean().tolist()
         assert off[0] < 1e-3 and off == sorted(off)  # the order of the paper's table
@@ -168,6 +171,8 @@ def test_unified_law_recovers_its_coefficients_and_needs_mu():
     without_mu, _ = fitted(rows, "unified depth")
     assert errors(p, rows).mean() < 1e-3 and errors(without_mu, rows).mean() > 1
     unseen = made(depths=(1, 2, 20), mus=(8,), budgets=(64e18,))
+    guesses = laws.held_out_guesses(p, unseen)
+    assert np.allclose(guesses["oracle"] - guesses["unified law"], 6 * math.exp(-6), atol=1e-4)
     wrong = unseen.assign(loss=unseen.loss * [1.03, 1, 1, 1.01])
     assert errors(p, wrong).tolist() == pytest.approx([3 / 1.03, 0, 0, 1 / 1.01], abs=1e-3)
 
@@ -188,8 +193,9 @@ def test_what_the_runs_cannot_tell_is_said():
     assert p.b == pytest.approx(0.525, rel=1e-2)
 
 
-def test_lines_of_the_ledger_give_the_rows_of_their_runs():
+def test_runs_of_the_ledger_give_rows():
     cfg = config_at(4)
-    line = {"settings": dataclasses.asdict(cfg), "run": "a", "tokens": 4096, "flops_per_token": 1e3}
-    rows = laws.rows_of([line | {"loss": {1: 5.0, 4: 4.0}}])
+    config = {"args": {}, "model": dataclasses.asdict(cfg), "flops_per_token": 1e3}
+    run = Run("a", config, [{"tokens": 4096}], [{"loss": {1: 5.0, 4: 4.0}}])
+    rows = laws.rows_of([run])
     assert rows.iloc[1].tolist() == ["a", 4, 4096, 4096e3, *laws.sizes(cfg), 4, 4.0]

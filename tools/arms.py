@@ -315,8 +315,9 @@ def loss_by_depth(arms: list[Arm], title: str) -> Plot:
         losses = arm.losses(depths)[depths].dropna(axis="columns")
         means.append(losses.mean().dropna().to_dict())
         halves.append([half_width(losses[depth]) for depth in means[-1]])
-    trained = max(run.depth for arm in arms for run in arm.runs)
-    plot = depth_plot(means, "val loss, nats/token", trained)
+    trained = {run.depth for arm in arms for run in arm.runs if not run.has_one_depth()}
+    mark = trained.pop() if len(trained) == 1 else 0
+    plot = depth_plot(means, "val loss, nats/token", mark)
     plot.settings["title"] = title
     plot.half_widths = halves
     return plot
@@ -329,7 +330,8 @@ def difference_over_training(arms: list[Arm], title: str) -> Plot:
     curves = []
     halves = []
     for arm in arms:
-        gaps = paired(arm.over_training(), base.over_training())
+        ours = Arm(arm.label) if arm is base else arm
+        gaps = paired(ours.over_training(), base.over_training())
         curves.append((gaps.columns.to_numpy(float) / 1e6, gaps.mean().to_numpy()))
         halves.append([half_width(gaps[tokens]) for tokens in gaps])
     label = f"val loss, difference from {base.label}"

@@ -28,7 +28,7 @@ from train import BAD_STEPS
 
 TOKENS = "tokens trained, millions"
 TRAINED = "at mu_rec"  # of the tables: at the depth that a run was trained with
-SHOWN = [TRAINED, 1, 2, 4, 8, 12, 16, 24, 64]  # depths of the tables
+SHOWN = [1, 2, 4, 8, 12, 16, 24, 64]  # depths of the tables
 POINTS = 100  # of a curve over training, each the mean of its steps
 CURVES = {  # {of the log's records: (the axis' label, its scale)}
     "loss": ("training loss, nats/token", "linear"),

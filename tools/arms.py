@@ -171,21 +171,24 @@ class Arm:
         mu_rec. A model of one depth has its one loss at every depth.
         """
         found = {}
-        for run in self.runs:
-            if run.counts():
-                known = run.last["loss"]
-                if run.has_one_depth():
-                    known = dict.fromkeys(depths, run.loss)
-                found[run.seed] = known | {TRAINED: run.loss}
+        for run in filter(Run.counts, self.runs):
+            known = run.last["loss"]
+            if run.has_one_depth():
+                known = dict.fromkeys(depths, run.loss)
+            found[run.seed] = known | {TRAINED: run.loss}
         return pd.DataFrame(found, [TRAINED, *depths], dtype=float).T
 
     def over_training(self) -> pd.DataFrame:
-        """Val losses at mu_rec of the runs that count: a row a seed, a column a validation."""
+        """Val losses at mu_rec of the runs that count, each on as many tokens as its last: a row a
+        seed, a column a validation.
+        """
         found = {}
-        for run in self.runs:
-            if run.counts():
-                losses = {record["tokens"]: record["loss"].get(run.depth) for record in run.evals}
-                found[run.seed] = losses
+        for run in filter(Run.counts, self.runs):
+            found[run.seed] = {}
+            for record in run.evals:
+                # the ledger's older lines have this of the last one alone
+                if record.get("eval_tokens") in (None, run.last["eval_tokens"]):
+                    found[run.seed][record["tokens"]] = record["loss"].get(run.depth)
         return pd.DataFrame(found, dtype=float).T
 
 

@@ -7,7 +7,7 @@
 
 A score is a function of (weights, data, seed, depth). The initial loop states are those of (seed,
 task, example), the same for all options of an example; losses are float32. ± is the standard
-deviation over seeds; of one seed, the standard error of so many examples. Results go to
+deviation over seeds; for one seed, the standard error over examples. Results go to
 core_<panel>_<protocol>.json in RUN, task by task; the same command continues there, another one
 overwrites it. On a CPU float32 is used, else the run's own dtype.
 Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are Parcae's, nanochat's (the same, at
@@ -147,9 +147,9 @@ def score_rows(model, work: EncodedTask, settings: Settings, seed) -> None:
 
 
 def decide(scores: list[torch.Tensor], kind, protocol) -> int:
-    """The scores of an example's options at one depth -> the option of least mean loss, of equals
-    the first. Of lm: 0 if every token is the greedy one or none is scored, else -1; no option means
-    that the prompt is no prefix, and is wrong.
+    """The scores of an example's options at one depth -> the option of lowest mean loss, first on
+    ties. For lm: 0 if every token is greedy or none is scored, else -1; no option means the
+    prompt is not a prefix, and counts as wrong.
 
     The mean of an empty span is NaN, which Python's min keeps where it comes first and passes over
     elsewhere. dclm compares exp(loss) in float32, where losses that differ may be equal.
@@ -193,8 +193,8 @@ def run_task(model, work: EncodedTask, settings: Settings, seed) -> list[dict]:
 
 
 def evaluate(model, enc, panel: Panel, settings: Settings, known=()):
-    """Scores the tasks of a panel but those whose labels are known: yields the label of each, and
-    its entries by depth. Every rank calls it.
+    """Scores a panel's tasks except those in `known`: yields each label with its entries by depth.
+    Every rank calls it.
     """
     model = model.uncompiled()
     context = model.cfg.seq_len
@@ -240,8 +240,8 @@ def accuracy(correct, groups) -> tuple[float, float]:
     """The share of right answers, and its binomial standard error.
 
     The share is a float32 mean, as in the public evaluators; over several groups (the categories of
-    dclm) the plain mean of the groups' means. The error is that of one more answer right and one
-    more wrong, for twelve right out of twelve are not certainty.
+    dclm) the plain mean of the groups' means. The error assumes one more right and one more wrong,
+    since twelve right out of twelve is not certainty.
     """
     right = np.bincount(groups, correct).astype(np.float32)
     asked = np.bincount(groups).astype(np.float32)

@@ -27,7 +27,7 @@ Where to change what:
     how its change enters h   a class as in looped/mechanisms.py, and its line in MECHANISMS
     the log's statistics      Model.statistics, of the last loop's h and the one before
     how deep                  looped/depth.py
-A new parameter (looped/ops.py) says where it is made how it begins and which optimiser trains it.
+A new parameter gets its init and its optimiser where it is created (looped/ops.py).
 """
 
 import copy
@@ -860,7 +860,7 @@ class Model(nn.Module):
         return torch.stack(losses).sum()
 
     def head_chunks(self, x, targets) -> list:
-        """x (N, D), targets (B, T) in pieces of which the logits fit beside each other."""
+        """x (N, D), targets (B, T) in pieces small enough for their logits to fit."""
         size = max(1, MAX_LOGITS // self.cfg.vocab_size)
         targets = targets.flatten()
         return list(zip(x.split(size), targets.split(size), strict=True))

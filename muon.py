@@ -8,9 +8,9 @@ r-th part of every buffer: it receives that part of the summed gradient, keeps t
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
 Each buffer takes one collective each way and one batched update, with no copies.
 
-Another optimiser is a class like AdamW below, whose state is of its buffer's shape (N,), and which
-must multiply all that it changes by `ok`; and in train.py a function of its parameter groups with a
-line in OPTIMIZERS.
+A new optimiser needs a class like AdamW below, with state of its buffer's shape (N,) and every
+change multiplied by `ok`; and in train.py a function for its parameter groups, with a line in
+OPTIMIZERS.
 
 Sources: Muon (Jordan et al. 2024), Polar Express (arXiv 2505.16932), NorMuon's factored variance
 reduction (arXiv 2510.05491), cautious weight decay; values of the paper's table "Hyperparameter …
@@ -101,8 +101,8 @@ def adamw_update(p, g, state: dict, lr, step, ok, constants: tuple):
     beta1, beta2, eps.
 
     eps = 0 means none: an element that never had a gradient stays, rather than becoming 0 / 0. The
-    divisor is at least 1e-18: where a gradient is so small that its square is 0 in float32, as that
-    of a token that never occurs, the update would else be huge.
+    divisor is at least 1e-18: otherwise a gradient whose square underflows to 0 in float32, as for
+    a token that never occurs, makes a huge update.
     """
     first, second = state["first"], state["second"]
     beta1, beta2, eps = constants

@@ -124,7 +124,7 @@ def parse_args(argv=None, prog="train.py", about=__doc__):
         help="training FLOPs; sets --tokens by the model's FLOPs per token")
     add("--stop-at", type=int,
         help="save and stop after this step; the schedule is unchanged")
-    add("--init-from", help="run whose newest weights to begin with: new optimiser, step 0")
+    add("--init-from", help="start from this run's newest weights: new optimiser, step 0")
     add("--resume", action="store_true", help="continue the run directory if it exists")
     add("--save-every", type=int, default=1000,
         help="steps between checkpoints; the newest two stay (default: %(default)s)")
@@ -218,7 +218,7 @@ MUON_FLAGS = ("muon_lr", "momentum_warmup", "weight_decay")
 
 
 def check_meaning(args, given: dict, cfg: ModelConfig) -> None:
-    """Refuses flags that would change nothing: a comparison by them would take hours to show so."""
+    """Refuses flags that have no effect, which a comparison would take hours to show."""
     idle = []
     if cfg.n_core == 0:
         idle += [(name, "without a loop") for name in LOOP_FLAGS if name in given]
@@ -235,7 +235,7 @@ def check_meaning(args, given: dict, cfg: ModelConfig) -> None:
 
 
 def recipe_of(preset: str) -> Recipe:
-    """The recipe whose name ends the preset's, as 140m does transformer-140m's; the longest one."""
+    """The longest recipe name that the preset's ends in: 140m for transformer-140m."""
     fitting = [name for name in RECIPES if f"-{preset}".endswith(f"-{name}")]
     return RECIPES[max(fitting, key=len)]
 
@@ -589,7 +589,7 @@ def make_model(cfg: ModelConfig, args) -> Model:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether what happens every so many steps happens after this one; 0: never."""
+    """Whether a task run each `every` steps is due after this one; 0: never."""
     return every > 0 and step > 0 and step % every == 0
 
 

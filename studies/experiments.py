@@ -10,9 +10,9 @@ and writes a page.
     python -m studies.experiments rdm --page --data 62895bb6fe # only writes the page
 
 Written: results/NAME-SCALE.md (for the default rows NAME-SCALE-stdlib.md) and its figures. A run in
-results/ledger/ (same flags, seed and rows) is not repeated. The ledger stands for the committed
-code: where the code that decides numbers is edited, all runs are the edited code's own, and the
-page goes to runs/studies/. Run directories are kept by code, flags and rows beside those of
+results/ledger/ (same flags, seed and rows) is not repeated. The ledger is for the committed code:
+if code that affects numbers is edited, only runs of the edited code count, and the page goes to
+runs/studies/. Run directories are kept by code, flags and rows beside those of
 tools.ablate. A run that diverges is a result.
 """
 
@@ -165,7 +165,7 @@ def rows_hash(args) -> str:
 
 
 def keep(training: Training, args) -> None:
-    """Reads a run. Those of committed code, without flags or a page of one's own, go to the ledger."""
+    """Reads a run. Runs of committed code, with no extra flags or --out, go to the ledger."""
     training.run = ledger.record(training.folder)
     if args.tracked:
         ledger.append(training.run)

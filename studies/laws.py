@@ -229,7 +229,7 @@ def fit_isoflop(trained, rng) -> pd.DataFrame:
     """A row for each budget: its parabola of loss in log2 mu, and the lowest point in the measured
     range.
 
-    trained: a row a run, at depth mu_rec; the noise of all budgets' losses is taken to be one.
+    trained: a row a run, at depth mu_rec; the losses of all budgets share one noise variance.
     """
     looped = trained[trained.mu_rec > 1]
     grids = [grid for _, grid in looped.groupby("budget") if len(grid) > 3]
@@ -425,7 +425,7 @@ def draw_law(p, trained, path: Path) -> list[str]:
 
 
 def draw_by_depth(rows, guesses, path: Path) -> list[str]:
-    """Loss by test-time depth, measured and by the columns of guesses: of each N the longest run."""
+    """Loss by test-time depth, measured and as in the columns of guesses: the longest run per N."""
     plots = []
     for _, of_size in rows.groupby("n_eff"):
         last = of_size.iloc[-1]

@@ -99,7 +99,7 @@ class Run:
 
 
 def read_run(path: Path, name: str = "") -> Run:
-    """All that is known of one run. One that other code continued says so in its name."""
+    """Everything known about a run. Its name says if other code continued it."""
     config = json.loads((path / "config.json").read_text())
     log = read_log(path)
     if not log.train:
@@ -212,7 +212,7 @@ def paired(losses: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
 
 
 def seeds_to_see(gap: float, deviation: float) -> int:
-    """How many pairs, of differences that scatter so, have an interval of at most ± gap."""
+    """How many pairs, at this scatter, narrow the interval to ± gap."""
     n = 2
     while t_quantile(n - 1) * deviation > gap * math.sqrt(n):
         n += 1
@@ -302,7 +302,7 @@ def labels_of(arms: list[Arm]) -> list[str]:
 
 
 def groups_of(arms: list[Arm]) -> dict[str, dict[str, Arm]]:
-    """{group: {label: arm}}, each group with all labels, those that it lacks without runs."""
+    """{group: {label: arm}}; every group has every label, missing arms have no runs."""
     groups = {arm.group: {label: Arm(label) for label in labels_of(arms)} for arm in arms}
     for arm in arms:
         groups[arm.group][arm.label] = arm
@@ -366,7 +366,7 @@ def curve(run: Run, kind: str) -> tuple:
 
 
 def curves_figure(path: Path, arms: list[Arm], kinds) -> list[str]:
-    """Over training, for each group each kind of curve of its arms' first runs."""
+    """Training curves of each arm's first run, by group and kind."""
     plots = []
     for group, by_label in groups_of(arms).items():
         for kind in kinds:

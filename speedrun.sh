@@ -98,4 +98,5 @@ for run in "${runs[@]}"; do
 done
 say "report"
 $PY -m tools.report "${runs[@]}" --out "$OUT"
+say "picture: $OUT/depth.png"
 say "next: edit model.py, then python -m tools.ablate"

@@ -1,7 +1,7 @@
 """
 The comparisons of the sources as data: every experiment's arms, each a line of train.py flags
-with the group that it is compared in and the source's numbers. Sources: the paper (Parcae; Prairie et al.
-2026) and the post (Exact-ZOH; Huang 2026).
+with the group that it is compared in and the source's numbers. Sources: the paper (Parcae; Prairie
+et al. 2026) and the post (Exact-ZOH; Huang 2026).
 
 At the small scale (`nano`) an arm usually trains 20 tokens for each parameter of the preset of that
 name (the RDM's models are smaller); at the others the source's tokens. To add a comparison, write a

@@ -29,7 +29,7 @@ VALIDATION = ["tokens", "loss", "rho", "eval_tokens", "final"]
 ABOUT = ["params", "flops_per_token", "data", "dtype", "versions", "machine", "steps"]
 # Settings that decide nothing, or that others imply: the network and the rates imply the preset,
 # the steps the length. The validation set decides the number measured.
-UNTOLD = MAY_CHANGE | {"preset", "tokens", "flops", "dtype", "log_every", "loss_chunk"}
+UNTOLD = MAY_CHANGE | {"preset", "tokens", "flops", "dtype"}
 UNTOLD -= {"eval_tokens"}
 
 

@@ -43,7 +43,6 @@ COSTS = {  # {column: format of its numbers}
     "parameters": ",.0f", "FLOPs a token": ",.4g", "tokens trained": ",.0f", "training FLOPs": ".3g",
     "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GiB": ".2f",
 }  # fmt: skip
-ONE_SEED = "one seed gives no interval"
 CAPTION = (
     "Val loss by depth (the grey line: the trained mean depth), and its difference over training; "
     "mean over seeds and 95 % interval."
@@ -80,7 +79,7 @@ class Run:
     @property
     def last(self) -> dict:
         """The last evaluation."""
-        return self.evals[-1] if self.evals else {"loss": {}, "bpb": {}}
+        return self.evals[-1] if self.evals else {"loss": {}}
 
     @property
     def loss(self) -> float:
@@ -98,7 +97,7 @@ class Run:
         return self.depth == 0 or once
 
 
-def read_run(path: Path, name: str = "") -> Run:
+def read_run(path: Path, name: str) -> Run:
     """Everything known about a run. Its name says if other code continued it."""
     config = json.loads((path / "config.json").read_text())
     log = read_log(path)
@@ -231,7 +230,9 @@ def answer(arm: Arm, base: Arm) -> str:
     at = f"nats/token at {loops} loops" if loops else "nats/token without a loop"
     mean = np.mean(gaps)
     if len(gaps) == 1:
-        return f"{arm.name} differs from {base.name} by {mean:+.4f} {at}; {ONE_SEED}."
+        return (
+            f"{arm.name} differs from {base.name} by {mean:+.4f} {at}; one seed gives no interval."
+        )
     told = f"{at}, {len(gaps)} seeds, 95 %"
     half = half_width(gaps)
     if abs(mean) > half:

@@ -111,26 +111,17 @@ def flag_table(runs: list[Run]) -> list[str]:
     return frame_table(flags[differ].rename_axis("flag"))
 
 
-def core_averages(record: dict) -> list[dict]:
-    """The averages in a file of core_eval.py, each with its depth."""
-    found = []
-    for depth, scores in record["depths"].items():
-        for average in (scores["aggregate"], scores.get("core")):
-            if average:
-                found.append({"depth": int(depth)} | average)
-    return found
-
-
 def core_table(file: str, runs: list[Run]) -> list[str]:
     """Scores by depth. ±: over seeds; of one seed, the binomial standard error."""
     rows = []
     for run in runs:
         record = run.core[file]
-        for average in core_averages(record):
-            row = {"run": run.name, "loops": average["depth"]} | average
-            row["checkpoint"] = record["checkpoint"]
-            row["seeds"] = str(record["seeds"])
-            rows.append(row)
+        about = {"run": run.name, "checkpoint": record["checkpoint"]}
+        about["seeds"] = str(record["seeds"])
+        for depth, scores in record["depths"].items():
+            for average in (scores["aggregate"], scores.get("core")):
+                if average:
+                    rows.append(about | {"loops": int(depth)} | average)
     return [f"## {file}", "", *records_table(rows, SCORES)]
 
 

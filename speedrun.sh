@@ -98,5 +98,4 @@ for run in "${runs[@]}"; do
 done
 say "report"
 $PY -m tools.report "${runs[@]}" --out "$OUT"
-say "picture: $OUT/depth.png"
-say "next: edit model.py, then python -m tools.ablate"
+say "picture: $OUT/depth.png; next: edit model.py, then python -m tools.ablate"

@@ -16,6 +16,7 @@ runs/studies/. Run directories are kept by code, flags and rows beside those of
 tools.ablate. A run that diverges is a result.
 """
 
+import re
 import shlex
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import train
 from dataloader import PackedData
 from looped.common import Parser, fail, ints, positive_int
 from looped.machine import ROOT, code_hash
-from model import PRESETS, config_of
+from model import PRESETS, config_of, parameter_count
 from studies import ledger
 from studies.comparisons import EXPERIMENTS, SMALL, UP_TO_80, StudyArm, arms_of
 from studies.laws import rows_of, write_fit
@@ -249,7 +250,20 @@ def chosen(args) -> list[StudyArm]:
     if not found:
         names = "; ".join(arm.name for arm in arms)
         fail(f"--only {args.only} fits no arm; there are: {names}")
+    if args.extra:
+        rename_groups(found, args)
     return found
+
+
+def rename_groups(arms: list[StudyArm], args) -> None:
+    """Flags after -- may change the length that is in a group's name."""
+    names = {}
+    for arm in arms:
+        if arm.group not in names:
+            given, cfg, steps = settled(arm_flags(arm, args))
+            ratio = steps * given.batch_size * cfg.seq_len / parameter_count(cfg)
+            names[arm.group] = re.sub(r"\d+(?= tokens/parameter)", f"{ratio:.2g}", arm.group)
+        arm.group = names[arm.group]
 
 
 def list_trainings(trainings: list[Training]) -> None:

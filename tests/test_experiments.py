@@ -81,6 +81,13 @@ def test_lengths_are_the_same_tokens_or_the_looped_models_flops():
     assert equal[0].flops == pytest.approx(flops, rel=1e-5) and flat[1] == equal[1]
 
 
+def test_groups_are_named_by_the_length_that_is_trained():
+    args = arguments("baseline")
+    args.only = "20 tokens"
+    args.extra = ["--tokens", "689408"]  # twice 344,704
+    assert {arm.group for arm in experiments.chosen(args)} == {"2 tokens/parameter"}
+
+
 # -- the ledger
 
 

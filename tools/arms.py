@@ -366,9 +366,9 @@ def curve(run: Run, kind: str) -> tuple:
     return means.tokens / 1e6, means[kind]
 
 
-def curves_figure(path: Path, arms: list[Arm], kinds) -> list[str]:
-    """Training curves of each arm's first run, by group and kind."""
-    plots = []
+def curves_figure(path: Path, arms: list[Arm], kinds, first=()) -> list[str]:
+    """Training curves of each arm's first run, by group and kind, after the plots given first."""
+    plots = [*first]
     for group, by_label in groups_of(arms).items():
         for kind in kinds:
             curves = []
@@ -376,4 +376,7 @@ def curves_figure(path: Path, arms: list[Arm], kinds) -> list[str]:
                 curves.append(curve(arm.runs[0], kind) if arm.runs else ([], []))
             label, scale = CURVES.get(kind, (f"val {kind}", "linear"))
             plots.append(Plot(TOKENS, label, curves, {"yscale": scale, "title": group}))
-    return figure(path, "Over training, the first seed of each.", labels_of(arms), plots)
+    caption = "Over training, the first seed of each."
+    if first:
+        caption = "Over training: the mean difference over seeds, then the first seed of each."
+    return figure(path, caption, labels_of(arms), plots)

@@ -28,6 +28,7 @@ from tools.arms import (
     comparison_figure,
     cost_table,
     curves_figure,
+    difference_over_training,
     loss_table,
     read_run,
     shown_depths,
@@ -171,7 +172,8 @@ def report(runs: list[Run], out: Path) -> None:
     lines += not_compared(runs)
     print("\n".join(lines))
     lines += ["## Val loss by depth", "", *loss_table(arms, shown_depths(arms))]
-    lines += ["## Over training", "", *curves_figure(out / "training.png", arms, CURVES)]
+    first = [difference_over_training(arms, title)] if len(arms) > 1 else []
+    lines += ["## Over training", "", *curves_figure(out / "training.png", arms, CURVES, first)]
     lines += ["## What differs", "", *flag_table(runs)]
     lines += ["## Cost", "", *cost_table(arms)]
     files = set()

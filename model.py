@@ -1045,7 +1045,7 @@ class Model(nn.Module):
         self.core_step = core_step
         self.enter_loop = compiled(self.enter_loop)
         self.coda_loss = compiled(self.coda_loss)
-        if for_cpu:  # LOG.md, "Compiling on a CPU"
+        if for_cpu:  # results/cpu.md, "Compiling"
             self.initial_state = torch.compiler.disable(self.initial_state)
         else:
             self.token_losses = compiled(self.token_losses)

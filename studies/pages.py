@@ -19,8 +19,8 @@ from tools.report import core_table
 
 DIVERGED = (
     "A run diverged if three steps in a row had no finite loss, if its training loss ended above "
-    "its start or more than 0.5 nats above its lowest, or if the state norm became 10,000 times "
-    "that of step 1, or 10,000 where that was below 1."
+    "its start or more than 0.5 nats above its lowest, or if the state norm passed 10,000 times "
+    "its value at step 1 (taken as at least 1)."
 )
 MARK = "<!-- From here on written by studies.experiments. -->"
 RUN_COLUMNS = {  # of a run's line, and how they are written

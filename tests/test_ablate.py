@@ -73,6 +73,7 @@ def test_an_edit_is_answered_and_the_base_is_trained_once(run, checkout, capsys)
     assert f"| main | 2 | {np.mean(base):.4f} ±" in page
     assert f"{np.mean(gaps):+.4f} ± {half:.4f}" in page
     assert f"difference {gaps[1]:+.4f}" in said
+    assert "so far: euler_gain" in said
     assert "+    return 0.5 * dt" in page
     assert read_run(checkout / "runs/ablate/euler_gain/main-s0", "").loss == base[0]
     assert "0 of 4 trainings are left" in run("return 0.5 * dt  # a comment")

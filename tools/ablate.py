@@ -259,12 +259,14 @@ def train_arms(arms: list[Edit], page: Path, args) -> None:
 
 
 def say_pair(base: Edit, edit: Edit, seed: int) -> None:
-    """A line, once both have ended."""
+    """Once both have ended, their losses, and the answer from the seeds that have ended."""
     before = [run.loss for run in base.runs if run.seed == seed]
     after = [run.loss for run in edit.runs if run.seed == seed]
     for a, b in zip(before, after):
         losses = f"{base.name} {a:.4f}, {edit.name} {b:.4f}"
         say(f"seed {seed}: {losses}, difference {b - a:+.4f}")
+        if len(edit.runs) > 1:
+            say(f"so far: {answer(edit, base)}")
 
 
 # -------------------------------------------------------------------------------------------------

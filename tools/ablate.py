@@ -259,7 +259,7 @@ def train_arms(arms: list[Edit], page: Path, args) -> None:
 
 
 def say_pair(base: Edit, edit: Edit, seed: int) -> None:
-    """Once both have ended, their losses, and the answer from the seeds that have ended."""
+    """Their losses at a seed, if both have ended there, and the answer so far."""
     before = [run.loss for run in base.runs if run.seed == seed]
     after = [run.loss for run in edit.runs if run.seed == seed]
     for a, b in zip(before, after):

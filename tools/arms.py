@@ -376,5 +376,7 @@ def curves_figure(path: Path, arms: list[Arm], kinds, first=()) -> list[str]:
                 curves.append(curve(arm.runs[0], kind) if arm.runs else ([], []))
             label, scale = CURVES.get(kind, (f"val {kind}", "linear"))
             plots.append(Plot(TOKENS, label, curves, {"yscale": scale, "title": group}))
-    caption = "Over training; differences are means over seeds, curves the first seed's."
+    caption = "Over training, the first seed of each."
+    if first:
+        caption = "Over training: the mean difference over seeds, then the first seed of each."
     return figure(path, caption, labels_of(arms), plots)

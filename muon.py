@@ -122,6 +122,7 @@ class Muon:
     """For matrices (paper, table of groups): stacked by shape."""
 
     stacked = True
+    update_clip = False
 
     def __init__(self, lr: float = 8e-3, weight_decay: float = 0.2, compile: bool = False):
         self.lr = lr
@@ -174,24 +175,16 @@ class AdamW:
         self.update(buffer.p, buffer.g, buffer.state, lr, step, ok, constants)
 
     def clipped_rate(self, buffer: "Buffer", lr, step):
-        """The learning rate of each element of this rank's part, (N,), after update clipping."""
+        """The learning rate of the buffer's one tensor after update clipping."""
         g2 = buffer.g.square()
         beta2 = self.betas[1]
         second = buffer.state["second"].lerp(g2, 1 - beta2)
         second = second / (1 - beta2**step)
-        ratio = g2 / second.clamp_min(1e-30)
-        lengths = buffer.lengths_here()
-        *own, _ = ratio.split(lengths)
-        means = []
-        for (_, p), ratios in zip(buffer.members, own, strict=True):
-            means.append(ratios.sum() / p.numel())
-        means = torch.stack(means)
+        ratios = (g2 / second.clamp_min(1e-30)).sum()
         if len(buffer.p) < len(buffer.data):  # the rest is other ranks'
-            dist.all_reduce(means)
-        clipped = lr / means.sqrt().clamp(min=1)
-        rates = [*clipped, lr]  # of each tensor, and of the padding
-        parts = [rate.expand(n) for rate, n in zip(rates, lengths, strict=True)]
-        return torch.cat(parts)
+            dist.all_reduce(ratios)
+        ((_, p),) = buffer.members
+        return lr / (ratios / p.numel()).sqrt().clamp(min=1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -234,15 +227,6 @@ class Buffer:
             view = whole[span]
             yield name, view[0] if self.rule.stacked else view.view(p.shape)
 
-    def lengths_here(self) -> list[int]:
-        """How much of each member is in this rank's part, and then the padding."""
-        lengths = []
-        for span in self.spans:
-            start = max(span.start, self.part.start)
-            stop = min(span.stop, self.part.stop)
-            lengths.append(max(0, stop - start))
-        return [*lengths, len(self.p) - sum(lengths)]
-
 
 def own_rate(p: torch.Tensor) -> float:
     """The parameter's own multiple of its rule's learning rate: its attribute lr, if it has one."""
@@ -250,15 +234,15 @@ def own_rate(p: torch.Tensor) -> float:
 
 
 def members_of_buffers(rule, members: list) -> list[list]:
-    """The parameters of each buffer, all of one rate: matrices of one shape; each large table; the
-    rest.
+    """The parameters of each buffer, all of one rate: matrices of one shape; each large table, and each
+    tensor whose updates are clipped; the rest.
     """
     kinds: dict = {}
     for name, p in members:
         kind = "rest"
         if rule.stacked:
             kind = tuple(p.shape)
-        elif p.numel() >= LARGE:
+        elif p.numel() >= LARGE or rule.update_clip:
             kind = name
         kinds.setdefault((own_rate(p), kind), []).append((name, p))
     # the last first: their order decides how sums are rounded, and with it recorded runs' last bits
@@ -285,25 +269,25 @@ class Optimizer:
         self.steps = torch.zeros((), device=self.buffers[0].data.device)  # Adam's bias correction
 
     @torch.no_grad()
-    def step(self, rates: Rates, own: dict) -> dict:
-        """One update. own: this rank's "loss", and other scalars on the device.
+    def step(self, rates: Rates, sums: dict) -> dict:
+        """One update. sums: this rank's "loss", and other scalars on the device.
 
-        Returns "grad_norm2", the squared gradient norm before clipping, and the sums of `own` over
-        the ranks, on the device. If the norm or the loss is not finite, no rank changes anything.
+        Returns on the device their sums over the ranks, "grad_norm2", the squared gradient norm before
+        clipping, and "ok": 1, or 0 if the norm or the loss is not finite; then no rank changes anything.
         Nothing here waits for the device.
         """
         if self.world > 1:
             self._reduce_gradients()
         squares = torch.stack([buffer.g.square().sum() for buffer in self.buffers])
-        totals = torch.stack([squares.sum(), *own.values()])
+        numbers = torch.stack([squares.sum(), *sums.values()])
         if self.world > 1:
-            dist.all_reduce(totals)
-        out = dict(zip(["grad_norm2", *own], totals, strict=True))
-        finite = (out["grad_norm2"] + out["loss"]).isfinite()
+            dist.all_reduce(numbers)
+        summed = dict(zip(["grad_norm2", *sums], numbers, strict=True))
+        finite = (summed["grad_norm2"] + summed["loss"]).isfinite()
         ok = finite.float()
         self.steps += ok
         step = self.steps.clamp(min=1)
-        norm = out["grad_norm2"].sqrt()
+        norm = summed["grad_norm2"].sqrt()
         clipped = (self.clip / (norm + 1e-6)).clamp(max=1.0)
         scale = torch.where(finite, clipped, 0.0)
         gathers = []
@@ -311,17 +295,17 @@ class Optimizer:
             buffer.g.mul_(scale).nan_to_num_(0.0, 0.0, 0.0)
             buffer.rule.apply(buffer, rates, step, ok)
             if self.world > 1:  # gathered while the next buffer is updated
-                gathers.append(dist.all_gather_single(buffer.data, buffer.p, async_op=True))
+                gathers.append(dist.all_gather_into_tensor(buffer.data, buffer.p, async_op=True))
         for work in gathers:
             work.wait()
         self.zero_grad()
-        return out
+        return summed | {"ok": ok}
 
     def _reduce_gradients(self) -> None:
         """Sums each buffer's gradients over the ranks, each part in place on the rank that owns it."""
         sent = []
         for buffer in self.buffers:
-            sent.append(dist.reduce_scatter_single(buffer.g, buffer.grad, async_op=True))
+            sent.append(dist.reduce_scatter_tensor(buffer.g, buffer.grad, async_op=True))
         for work in sent:
             work.wait()
 
@@ -341,7 +325,7 @@ class Optimizer:
                 whole = part
                 if self.world > 1:
                     whole = part.new_empty(part.size(0) * self.world, *part.shape[1:])
-                    dist.all_gather_single(whole, part)
+                    dist.all_gather_into_tensor(whole, part)
                 if self.rank == 0:
                     named = state.setdefault(key, {})
                     for name, view in buffer.views(whole):

@@ -30,6 +30,7 @@ import numpy as np
 
 from looped import corpus
 from looped.common import Parser, fail, file_hash, positive_int, write_atomic, write_json
+from looped.corpus import text_hash
 from looped.randomness import permute
 from looped.tokenizer import BOS, encode, load_tokenizer
 
@@ -39,15 +40,16 @@ BUFFER = 1000  # documents the packer chooses from
 # ---- packing
 
 
-def tokenized(shard, enc, settings, counts):
+def tokenized(shard, enc, settings, counts, digest):
     """Each document's tokens after a BOS, at most a row of them: what is longer is cropped, or
-    split into rows, each after a BOS.
+    split into rows, each after a BOS. counts and digest are brought up to date.
     """
     bos = enc.encode_single_token(BOS)
     length = settings["seq_len"]
     for text in corpus.texts(shard, counts):
         ids = encode(enc, text)
         starts = range(0, len(ids), length) if settings["long_docs"] == "split" else range(1)
+        digest.update(text_hash(text).to_bytes(8))
         counts["documents"] += 1
         counts["tokens"] += len(ids) + len(starts)
         for start in starts:
@@ -90,20 +92,28 @@ def pack_shard(folder, settings, file, shard):
     enc = load_tokenizer(folder / "tokenizer.json")
     row = settings["seq_len"] + 1
     counts = Counter()  # of documents, of tokens (BOS included), of what was cropped or skipped
+    digest = hashlib.sha256()  # of the documents
     rows = 0
 
     def write(out):
         nonlocal rows
         write_header(out, 0, row)
-        for tokens in best_fit(tokenized(shard, enc, settings, counts), row):
+        for tokens in best_fit(tokenized(shard, enc, settings, counts, digest), row):
             out.write(tokens)
             rows += 1
         write_header(out, rows, row)
 
     write_atomic(folder / file, write)
     counts["cropped tokens"] = counts["tokens"] - rows * row
-    about = {"rows": rows, "sha256": file_hash(folder / file), "counts": counts}
-    return {"file": file, "source": shard.name, "bytes": shard.bytes} | about
+    return {
+        "file": file,
+        "source": shard.name,
+        "bytes": shard.bytes,
+        "text_sha256": digest.hexdigest(),
+        "rows": rows,
+        "sha256": file_hash(folder / file),
+        "counts": counts,
+    }
 
 
 def is_packed(folder, settings, sources):
@@ -191,12 +201,19 @@ def finish(folder, settings, entries):
 # ---- the training stream
 
 
+def json_hash(content) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 class PackedData:
     """A folder written by pack, memory-mapped: rows by id, and the seeded order in which training
     visits them.
+
+    With rows=N training visits N of the training rows: a random part, the same for every seed, and
+    within that of every larger N.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, rows=None):
         self.folder = Path(folder)
         path = self.folder / "manifest.json"
         if not path.exists():
@@ -211,10 +228,27 @@ class PackedData:
         self.shards = {"val": [val], "train": train}  # (rows, seq_len + 1) uint16
         # the ids at which shards begin, and the number of all rows
         self.edges = {split: np.cumsum([0, *map(len, s)]) for split, s in self.shards.items()}
-        content = [m["tokenizer_sha256"], m["seq_len"], m["long_docs"]]
-        content += [entry["sha256"] for entry in m["shards"]]
-        # names the data of a run: tokenizer, packing, rows
-        self.sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        self.part = np.arange(self.edges["train"][-1])  # the ids that training visits, rising
+        if rows is not None:
+            self.part = self.random_part(rows)
+        packing = [m["tokenizer_sha256"], m["seq_len"], m["long_docs"]]
+        # names the data of a run: tokenizer, packing, all rows
+        self.sha256 = json_hash([*packing, *(entry["sha256"] for entry in m["shards"])])
+        held_out = m["shards"][0]
+        # Losses compare where all of it is equal; bits per byte, where all but rows and tokenizer is.
+        self.yardstick = {
+            "text": json_hash([held_out.get("text_sha256", held_out["sha256"]), m["long_docs"]]),
+            "rows": held_out["sha256"],
+            "tokenizer": m["tokenizer_sha256"],
+            "seq_len": m["seq_len"],
+        }
+
+    def random_part(self, rows):
+        """The ids of so many training rows."""
+        there = len(self.part)
+        if rows > there:
+            fail(f"--rows {rows} is more than the {there} training rows in {self.folder}")
+        return np.sort(permute(np.arange(rows), there, "part"))
 
     def check(self, seq_len, vocab_size, batch_size=1):
         """Refuses rows of another length or vocabulary, or too few for one step."""
@@ -229,7 +263,8 @@ class PackedData:
             fail(f"{rows} training rows are fewer than --batch-size {batch_size}; {advice}")
 
     def rows(self, split):
-        return int(self.edges[split][-1])
+        """How many rows training visits ("train"), or the validation has ("val")."""
+        return len(self.part) if split == "train" else int(self.edges["val"][-1])
 
     def get(self, split, ids):
         """Rows by id: (n, seq_len + 1) int64."""
@@ -248,7 +283,7 @@ class PackedData:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             ids[here] = permute(within[here], n, f"{seed} {epoch} 0")
-        return ids
+        return self.part[ids]
 
 
 def main(argv=None):

@@ -223,7 +223,9 @@ class Buffer:
         for (_, p), (_, data), (_, grad) in views:
             data.copy_(p.data)
             p.data = data
-            p.grad = grad.data  # not known as a view, which Dynamo would guard
+            p.grad = (
+                grad.data
+            )  # torch.compile fails in its guards where it is known as a view (2.13)
         self.p = self.data[self.part]
         self.g = self.grad[self.part]
         self.state = rule.new_state(self.p)  # {name: tensor}

@@ -181,6 +181,40 @@ def test_the_order_of_rows_is_a_function_of_seed_and_index(rows):
     assert (dl.PackedData(rows).stream_ids(7, n - 5, 10) == stream[n - 5 : n + 5]).all()
 
 
+def test_a_part_of_the_rows_is_the_same_for_all_seeds_and_within_every_larger_part(rows, capsys):
+    everything = dl.PackedData(rows)
+    total = everything.rows("train")
+    assert (
+        dl.PackedData(rows, total).stream_ids(7, 5, 99) == everything.stream_ids(7, 5, 99)
+    ).all()
+    larger = set(range(total))
+    for n in (20, 10, 1):
+        data = dl.PackedData(rows, n)
+        assert data.rows("train") == n and data.rows("val") == everything.rows("val")
+        epochs = [
+            data.stream_ids(seed, start, n).tolist() for seed, start in ((0, 0), (0, n), (1, 0))
+        ]
+        part = set(epochs[0])
+        assert len(part) == n and part < larger
+        assert [sorted(epoch) for epoch in epochs] == [sorted(part)] * 3
+        larger = part
+    refused(capsys, partial(dl.PackedData, rows, total + 1), f"--rows {total + 1}", f"the {total} ")
+
+
+def test_yardsticks_differ_where_the_validation_does(folder, tokenizer, rows, tmp_path):
+    def differs(out, *flags):
+        pack(folder, tokenizer, tmp_path / out, *flags)
+        ours, theirs = dl.PackedData(rows).yardstick, dl.PackedData(tmp_path / out).yardstick
+        return {name for name in ours if ours[name] != theirs[name]}
+
+    write_parquet(folder / "shard_00001.parquet", documents(5))  # of the training text
+    assert differs("training") == set()
+    assert differs("length", "--seq-len", "32") == {"rows", "seq_len"}
+    assert differs("long", "--long-docs", "split") == {"rows", "text"}
+    write_parquet(folder / "shard_00003.parquet", documents(300, seed=5))
+    assert differs("validation") == {"rows", "text"}
+
+
 def test_get_returns_the_rows_of_the_files(rows):
     data = dl.PackedData(rows)
     train = np.concatenate([np.load(rows / f"shard_0000{i}.npy") for i in range(3)])

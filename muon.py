@@ -223,9 +223,8 @@ class Buffer:
         for (_, p), (_, data), (_, grad) in views:
             data.copy_(p.data)
             p.data = data
-            p.grad = (
-                grad.data
-            )  # torch.compile fails in its guards where it is known as a view (2.13)
+            # .data: torch.compile (2.13) fails at a parameter whose gradient it sees to be a view
+            p.grad = grad.data
         self.p = self.data[self.part]
         self.g = self.grad[self.part]
         self.state = rule.new_state(self.p)  # {name: tensor}

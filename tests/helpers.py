@@ -179,6 +179,8 @@ def check_against_oracle(model, n, k):
     """Loss, every gradient and the logged norms of a batch of depths n + k: the model's and the slow network's."""
     from oracle import Oracle
 
+    deepest_first = (-(n + k)).argsort(kind="stable")
+    n, k = n[deepest_first], k[deepest_first]
     ids, targets, keys = token_batch(model.cfg, len(n))
     loss, stats = model.loss(ids, targets, keys, n, k)
     oracle = Oracle(model.cfg, model.state_dict())

@@ -7,14 +7,15 @@ import pytest
 from helpers import ROOT
 
 SHARED = {"model", "dataloader", "tokenizer_train"}
-TOP = SHARED | {"core_eval", "train", "muon"}
+TOP = SHARED | {"core_eval", "launch", "train", "muon"}
 MAY_IMPORT = {
     "muon": set(),
     "model": {"looped"},
     "dataloader": {"looped"},
     "tokenizer_train": {"looped"},
     "core_eval": {"looped", *SHARED},
-    "train": {"looped", *SHARED, "core_eval", "muon"},
+    "launch": {"looped", *SHARED},
+    "train": {"looped", *SHARED, "launch", "muon"},
     "looped": {"looped"},
     "tools": {"looped", "tools", *TOP},
     "studies": {"looped", "studies", "tools", *TOP},

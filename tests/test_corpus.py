@@ -5,6 +5,7 @@ import http.server
 import json
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -55,47 +56,97 @@ def test_what_cannot_be_read_is_skipped_and_counted(tmp_path):
 # ---- shards
 
 
-def test_of_a_single_file_documents_are_held_out_by_content(tmp_path):
+def documents_of(folder, *options):
+    """The documents of each shard of a folder."""
+    return [list(corpus.texts(s, Counter())) for s in corpus.find_shards(folder, *options)]
+
+
+def hash_of(document):
+    return int.from_bytes(hashlib.blake2b(document.encode(), digest_size=8).digest(), "little")
+
+
+def test_validation_is_one_document_in_ten_by_content_over_all_files(tmp_path):
     docs = documents(400, seed=5)
-    write_parquet(tmp_path / "only.parquet", docs + docs[:50])
-    val, train = (list(corpus.texts(shard, Counter())) for shard in corpus.find_shards(tmp_path))
-    assert len(train + val) == 450
-    held_out = set()
-    for doc in docs:
-        digest = hashlib.blake2b(doc.encode(), digest_size=8).digest()
-        if int.from_bytes(digest, "little") % 10 == 0:
-            held_out.add(doc)
-    assert set(val) == held_out
-    assert set(train) == set(docs) - held_out
+    for name in ("books", "code", "wiki"):
+        write_jsonl(tmp_path / f"{name}.jsonl", docs[:200] if name == "books" else docs[100:])
+    val, *train = documents_of(tmp_path)
+    held_out = {doc for doc in docs if hash_of(doc) / 2**64 < 0.1}
+    assert set(val) == held_out and held_out & set(docs[300:])
+    assert [set(part) for part in train] == [
+        set(docs[:200]) - held_out, *[set(docs[100:]) - held_out] * 2
+    ]  # fmt: skip
 
 
-def shards_of(folder, *names):
+@pytest.mark.parametrize("sizes", [[10] * 3, [10] * 60, [1000, 1, 1, 1], [5, 5000]])
+def test_of_few_documents_validation_gets_a_tenth_of_the_text_and_training_the_rest(
+    sizes, tmp_path
+):
+    docs = [chr(0x100 + i) * size for i, size in enumerate(sizes)]
+    write_jsonl(tmp_path / "a.jsonl", docs)
+    val, train = documents_of(tmp_path)
+    assert sorted(val + train) == sorted(docs) and val and train
+    text = sum(sizes)
+    *others, last = sorted(val, key=hash_of)  # without the last it would be less than a tenth
+    assert hash_of(last) < min(map(hash_of, train))
+    assert len("".join(others)) < text / 10
+    assert len("".join(val)) >= text / 10 or len(train) == 1
+
+
+def shards_of(folder, names, *options):
     """The files that each shard of a folder with these files is made of."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(path, [name]) if path.suffix == ".jsonl" else path.write_text(name)
-    found = corpus.find_shards(folder)
-    return [[path.relative_to(folder).as_posix() for path in shard.paths] for shard in found]
+    shards = corpus.find_shards(folder, *options)
+    return [[path.relative_to(folder).as_posix() for path in shard.paths] for shard in shards]
 
 
 def test_tables_are_shards_of_their_own_and_text_files_share_one(tmp_path):
-    names = ("b.jsonl", "c/d.txt", "a.txt", "f.jsonl", "g.jsonl", "readme.md", ".x.txt")
-    val, *train = shards_of(tmp_path, *names)
-    assert val == ["g.jsonl"]
+    names = ("b.jsonl", "c/d.txt", "a.txt", "f.jsonl", "readme.md", ".x.txt")
+    val, *train = shards_of(tmp_path, names)
+    assert val == ["a.txt", "b.jsonl", "c/d.txt", "f.jsonl"]
     assert train == [["b.jsonl"], ["f.jsonl"], ["a.txt", "c/d.txt"]]
 
 
-@pytest.mark.parametrize("names, shards", [
-    (["test-00000-of-00001-ab12cd", "train-0", "validation-00000-of-00001"], [[2], [1]]),
-    (["test-00000-of-00001-ab12cd", "train-0"], [[0], [1]]),
-    (["GPT4-train", "GPT4-valid"], [[1], [0]]),
-    (["attested", "contest/x", "dev/x", "eval/y", "val2"], [[2, 3, 4], [0], [1]]),
+@pytest.mark.parametrize("name", [
+    "test-file", "my_validation_file", "testing-00000", "test_sft", "evaluation", "GPT4-valid",
+    "validation_matched", "test_part1", "eval_en", "val2", "dev/x", "c/Test/x", "devset", "devtest",
 ])  # fmt: skip
-def test_files_named_for_testing_are_never_trained_on(names, shards, tmp_path):
-    names = [f"{name}.jsonl" for name in names]
-    wanted = [[names[i] for i in places] for places in shards]
-    assert shards_of(tmp_path, *names) == wanted
+def test_a_file_named_like_held_out_data_is_refused_or_left_out(name, tmp_path, capsys):
+    names = ["a.txt", "b.txt", f"{name}.txt"]
+    action = partial(shards_of, tmp_path, names)
+    refused(capsys, action, f"{tmp_path} has {name}.txt,", "--val FILE", "--all-files")
+    assert shards_of(tmp_path, names, tmp_path / names[2]) == [[names[2]], ["a.txt", "b.txt"]]
+    assert shards_of(tmp_path, names, tmp_path / "a.txt") == [["a.txt"], ["b.txt"]]
+    assert f"{name}.txt, named like held-out data, which is left out" in capsys.readouterr().err
+    assert shards_of(tmp_path, names, None, True)[1] == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["latest", "contest/x", "attested", "values", "development"])
+def test_other_names_are_trained_on(name, tmp_path):
+    assert shards_of(tmp_path, ["a.txt", f"{name}.txt"])[1] == ["a.txt", f"{name}.txt"]
+
+
+def test_of_numbered_shards_the_last_is_validation(tmp_path):
+    for i in (0, 1, 1822):
+        write_parquet(tmp_path / f"shard_{i:05d}.parquet", [f"text {i}"])
+    assert documents_of(tmp_path) == [["text 1822"], ["text 0"], ["text 1"]]
+    write_jsonl(tmp_path / "b.jsonl", ["text 1"])
+    val = documents_of(tmp_path, tmp_path / "b.jsonl")
+    assert val == [["text 1"], ["text 0"], [], ["text 1822"]]  # never trained on, elsewhere either
+
+
+def test_changes_of_texts_are_named(tmp_path):
+    def state(**texts):
+        for name, text in texts.items():
+            (tmp_path / f"{name}.txt").write_text(text)
+        return corpus.fingerprints(tmp_path, corpus.find_shards(tmp_path))
+
+    before = state(a="some", b="text")
+    assert corpus.changes(before, state()) == ""
+    assert corpus.changes(before, state(a="same", c="new")) == "added: c.txt; changed: a.txt"
+    assert corpus.changes(state(d="newer"), before) == "gone: c.txt and 1 more; changed: a.txt"
 
 
 # ---- the standard library

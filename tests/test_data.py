@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import documents, refused, write_parquet
+from helpers import documents, refused, write_jsonl, write_parquet
 
 import dataloader as dl
+import tokenizer_train
 from looped.tokenizer import BOS
 
 
@@ -36,7 +36,7 @@ def pack(data, tokenizer, out, *more, seq_len=64):
     """Packs in this process, and returns the manifest."""
     flags = {"--texts": data, "--tokenizer": tokenizer, "--out": out, "--seq-len": seq_len}
     line = [str(part) for pair in flags.items() for part in pair]
-    dl.main(["pack", *line, "--workers", "1", *more])
+    dl.main(["pack", *line, "--workers", "1", *map(str, more)])
     return json.loads((Path(out) / "manifest.json").read_text())
 
 
@@ -84,7 +84,8 @@ def test_packing_equals_a_naive_list_scan(mode, seq_len, tokenizer, enc, tmp_pat
     docs = documents(300, seed=1)
     write_parquet(tmp_path / "a.parquet", docs)
     write_parquet(tmp_path / "b.parquet", documents(50, seed=2))
-    counts = pack(tmp_path, tokenizer, tmp_path, "--long-docs", mode, seq_len=seq_len)["counts"]
+    flags = ("--val", tmp_path / "b.parquet", "--long-docs", mode)
+    counts = pack(tmp_path, tokenizer, tmp_path, *flags, seq_len=seq_len)["counts"]
     bos = enc.encode_single_token(BOS)
     ids = [[bos, *enc.encode_ordinary(doc)] for doc in docs]
     if mode == "crop":
@@ -100,63 +101,68 @@ def test_workers_do_not_change_a_bit(folder, tokenizer, rows, tmp_path):
     assert contents(rows) == contents(tmp_path / "two")
 
 
-def test_unigram_entropy_equals_a_direct_count(rows):
-    law = Counter(range(300))
-    for file in rows.glob("shard_*.npy"):
-        law.update(np.load(file)[:, 1:].ravel().tolist())
-    targets = np.load(rows / "val.npy")[:, 1:].ravel().tolist()
-    nats = -np.mean([np.log(law[token] / law.total()) for token in targets])
-    assert dl.PackedData(rows).manifest["unigram_entropy"] == pytest.approx(nats, rel=1e-12)
-
-
-def test_packing_again_does_nothing_until_the_texts_change(folder, tokenizer, rows, tmp_path):
-    before = (rows / "val.npy").stat().st_mtime_ns
+def test_packing_again_does_nothing_until_the_texts_change(folder, tokenizer, rows, capsys):
+    before = contents(rows)
+    times = [path.stat().st_mtime_ns for path in rows.iterdir()]
     pack(folder, tokenizer, rows)
-    assert (rows / "val.npy").stat().st_mtime_ns == before
-    write_parquet(folder / "shard_00001.parquet", documents(290, seed=77))
+    assert [path.stat().st_mtime_ns for path in rows.iterdir()] == times
+    again = partial(pack, folder, tokenizer, rows)
+    write_parquet(folder / "new.parquet", documents(10))
+    (folder / "shard_00001.parquet").unlink()
+    said = "(added: new.parquet; gone: shard_00001.parquet)", f"delete {rows}, or"
+    refused(capsys, again, f"{folder} has changed", *said)
+    assert contents(rows) == before
+
+
+def test_rows_of_an_interrupted_packing_are_not_trained_on(folder, tokenizer, tmp_path, capsys):
+    rows = tmp_path / "rows"
+    pq.write_table(pa.table({"body": ["x"], "id": [1]}), folder / "shard_00002.parquet")
+    again = partial(pack, folder, tokenizer, rows)
+    refused(capsys, again, "shard_00002.parquet has no column text; it has body, id")
+    refused(capsys, partial(dl.PackedData, rows), "no packed rows in", "python dataloader.py pack")
+    write_parquet(folder / "shard_00002.parquet", documents(300))
     pack(folder, tokenizer, rows)
     pack(folder, tokenizer, tmp_path / "fresh")
     assert contents(rows) == contents(tmp_path / "fresh")
 
 
-def test_rows_of_an_interrupted_packing_are_not_trained_on(folder, tokenizer, rows, capsys):
-    pq.write_table(pa.table({"body": ["x"], "id": [1]}), folder / "shard_00002.parquet")
-    again = partial(pack, folder, tokenizer, rows)
-    refused(capsys, again, "shard_00002.parquet has no column text; it has body, id")
-    refused(capsys, partial(dl.PackedData, rows), "no packed rows in", "python dataloader.py pack")
+def test_where_the_rows_are_is_said(folder, rows, capsys):
+    refused(capsys, partial(dl.PackedData, rows.parent), f"below it, in {rows}")
+    refused(capsys, partial(dl.PackedData, folder), "holds texts", f"pack --texts {folder}")
 
 
 def test_rows_of_other_settings_are_not_mixed(folder, tokenizer, rows, capsys):
     before = contents(rows)
     other = partial(pack, folder, tokenizer, rows, seq_len=32)
-    refused(capsys, other, "was packed with seq_len 64 (now 32)", "choose another --out")
-    write_parquet(folder / "shard_00009.parquet", documents(10))  # would be validation from now on
-    moved = "validation shard_00003.parquet (now shard_00009.parquet)"
-    refused(capsys, partial(pack, folder, tokenizer, rows), moved)
+    refused(capsys, other, "was packed with seq_len 64 (now 32)", f"delete {rows}")
+    other = partial(pack, folder, tokenizer, rows, "--val", folder / "shard_00001.parquet")
+    refused(capsys, other, "validation shard_00003.parquet (now shard_00001.parquet)")
     assert contents(rows) == before
 
 
 def test_too_little_text_is_said(folder, tokenizer, tmp_path, capsys):
     write_parquet(folder / "shard_00003.parquet", ["short"])
     action = partial(pack, folder, tokenizer, tmp_path / "out")
-    refused(capsys, action, "too little validation text: not one row of 65 tokens")
+    refused(capsys, action, "too little validation text, not one row of 65 tokens")
     shutil.rmtree(folder)
     refused(capsys, action, "no .parquet, .jsonl or .txt file to train on in")
 
 
-def test_a_validation_document_is_never_trained_on(tokenizer, tmp_path, capsys):
-    docs = list(dict.fromkeys(documents(200)))
-    for names, trained, said in (
-        (("a", "b"), 50, "50 left out, being in validation"),
-        (("shard_00000", "shard_01822"), 100, "50 also in validation (the published split, kept)"),
-    ):
-        folder = tmp_path / names[0]
-        folder.mkdir()
-        write_parquet(folder / f"{names[0]}.parquet", docs[:100])
-        write_parquet(folder / f"{names[1]}.parquet", docs[50:])
-        counts = pack(folder, tokenizer, folder / "rows")["counts"]
-        assert counts["documents"] == trained
-        assert said in capsys.readouterr().out
+@pytest.mark.parametrize("form", ["a text of 100 kB", "three documents"])
+def test_little_text_is_enough(form, tmp_path, capsys):
+    texts, out = tmp_path / "texts", tmp_path / "made"
+    texts.mkdir()
+    source = Path(dl.__file__).with_name("model.py").read_text()
+    if form == "three documents":
+        write_jsonl(texts / "a.jsonl", [source[i::3] for i in range(3)])
+    else:
+        (texts / "a.txt").write_text((source * 3)[:100_000])
+    tokenizer_train.main(f"--texts {texts} --vocab-size 1024 --out {out}/t.json".split())
+    shards = pack(texts, out / "t.json", out / "rows", "--long-docs", "split", seq_len=256)[
+        "shards"
+    ]
+    assert all(shard["rows"] > 0 for shard in shards)
+    assert f"val.npy: {shards[0]['rows']} rows from 1 of " in capsys.readouterr().out
 
 
 # ---- the order of rows
@@ -176,7 +182,7 @@ def test_the_order_of_rows_is_a_function_of_seed_and_index(rows):
     stream = data.stream_ids(7, 0, 2 * n)
     assert sorted(stream[:n]) == sorted(stream[n:]) == list(range(n))
     assert (stream[:n] != data.stream_ids(8, 0, n)).any()
-    # as in published runs: the key of a permutation is seed, epoch, 0
+    # the key of a permutation is seed, epoch, 0, so that recorded runs can be repeated
     assert (stream[n:] == dl.permute(np.arange(n), n, "7 1 0")).all()
     assert (dl.PackedData(rows).stream_ids(7, n - 5, 10) == stream[n - 5 : n + 5]).all()
 

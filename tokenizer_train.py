@@ -54,7 +54,7 @@ def check_same(tokenizer, args, rule, train):
     validation was chosen.
     """
     path = texts_file(tokenizer)
-    advice = "delete it and the rows packed with it, or choose another --out"
+    advice = f"delete {tokenizer} and the rows packed with it, or choose another --out"
     if not path.exists():
         fail(f"{tokenizer} is there, but not {path.name}, which names its texts; {advice}")
     before = json.loads(path.read_text())

@@ -162,7 +162,7 @@ def find_shards(folder, val=None, all_files=False):
     if not all_files:
         names = without_held_out(folder, names, val)
     if not names:
-        fail(f"no .parquet, .jsonl or .txt file to train on in {folder}")
+        fail(f"no .parquet, .jsonl or .txt file to train on in the folder {folder}")
     if not val and len(names) > 1 and all(SHARD_NAME.fullmatch(str(name)) for name in names):
         val = folder / names.pop()
     if not val:

@@ -145,7 +145,7 @@ def test_too_little_text_is_said(folder, tokenizer, tmp_path, capsys):
     action = partial(pack, folder, tokenizer, tmp_path / "out")
     refused(capsys, action, "too little validation text, not one row of 65 tokens")
     shutil.rmtree(folder)
-    refused(capsys, action, "no .parquet, .jsonl or .txt file to train on in")
+    refused(capsys, action, "no .parquet, .jsonl or .txt file to train on in the folder")
 
 
 @pytest.mark.parametrize("form", ["a text of 100 kB", "three documents"])

@@ -126,7 +126,7 @@ def test_a_tokenizer_belongs_to_its_texts(tmp_path, monkeypatch, capsys):
     assert out.stat().st_mtime_ns == before
     refused(capsys, partial(train, tmp_path, out, 301), "with vocab_size 300 (now 301)")
     write_jsonl(tmp_path / "a.jsonl", corpus(4, 50))  # the first to be read now
-    said = "has changed since", "(added: a.jsonl; gone: c.jsonl)", "delete it"
+    said = "has changed since", "(added: a.jsonl; gone: c.jsonl)", f"delete {out}"
     refused(capsys, partial(train, tmp_path, out, 300), *said)
 
 

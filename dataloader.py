@@ -116,22 +116,6 @@ def pack_shard(folder, settings, file, shard):
     }
 
 
-def is_packed(folder, texts, manifest):
-    """Are these rows there, complete? Those of other settings or texts are refused."""
-    path = folder / "manifest.json"
-    if not path.exists():
-        return False
-    before = json.loads(path.read_text())
-    advice = f"delete {folder}, or choose another --out"
-    changes = corpus.changes(before["files"], manifest["files"])
-    if changes:
-        fail(f"{texts} has changed since {folder} was packed ({changes}); {advice}")
-    for name, value in manifest.items():
-        if before[name] != value:
-            fail(f"{folder} was packed with {name} {before[name]} (now {value}); {advice}")
-    return True
-
-
 def pack(args):
     """Packs the shards of a folder, several at a time. manifest.json is written last."""
     out = args.out
@@ -144,7 +128,9 @@ def pack(args):
         "validation": val.name,
         "files": corpus.fingerprints(args.texts, [val, *train]),
     }
-    if is_packed(out, args.texts, manifest):
+    packed = out / "manifest.json"
+    if packed.exists():
+        corpus.check_same(out, args.texts, json.loads(packed.read_text()), manifest)
         print(f"{out} is there already, made of these texts")
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -188,7 +174,7 @@ def where_rows_are(folder):
     """What to type where a folder is not one of packed rows."""
     below = sorted([*folder.glob("*/manifest.json"), *folder.glob("*/*/manifest.json")])
     if below:
-        return f"they are below it, in {' and '.join(str(path.parent) for path in below)}"
+        return f"they are below it: {' or '.join(f'--data {path.parent}' for path in below)}"
     if corpus.text_files(folder):
         tokenizer = f"tokenizer_train.py --texts {folder} --out tokenizer.json"
         pack = f"dataloader.py pack --texts {folder} --tokenizer tokenizer.json --seq-len 256"
@@ -212,8 +198,8 @@ class PackedData:
         self.manifest = m = json.loads(path.read_text())
         self.seq_len = m["seq_len"]
         # each shard keeps a file open; FineWeb-Edu has 1,823, and many systems allow 1,024
-        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, len(m["shards"]) + 1024), most))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, len(m["shards"]) + 1024), hard))
         val, *train = [np.load(self.folder / e["file"], mmap_mode="r") for e in m["shards"]]
         self.shards = {"val": [val], "train": train}  # (rows, seq_len + 1) uint16
         # the ids at which shards begin, and the number of all rows
@@ -224,29 +210,30 @@ class PackedData:
         packing = [m["tokenizer_sha256"], m["seq_len"], m["long_docs"]]
         # names the data of a run: tokenizer, packing, all rows
         self.sha256 = json_hash([*packing, *(entry["sha256"] for entry in m["shards"])])
-        held_out = m["shards"][0]
-        # Losses compare where all of it is equal; bits per byte, where all but rows and tokenizer is.
+        validation = m["shards"][0]
+        # What a validation measures with. Losses compare where all of it is equal; bits per byte
+        # also where rows and tokenizer differ.
         self.yardstick = {
-            "text": json_hash([held_out["text_sha256"], m["long_docs"]]),
-            "rows": held_out["sha256"],
+            "text": json_hash([validation["text_sha256"], m["long_docs"]]),
+            "rows": validation["sha256"],
             "tokenizer": m["tokenizer_sha256"],
             "seq_len": m["seq_len"],
         }
 
     def random_part(self, rows):
         """The ids of so many training rows."""
-        there = len(self.part)
-        if rows > there:
-            fail(f"--rows {rows} is more than the {there} training rows in {self.folder}")
-        return np.sort(permute(np.arange(rows), there, "part"))
+        total = len(self.part)
+        if rows > total:
+            fail(f"--rows {rows} is more than the {total} training rows in {self.folder}")
+        return np.sort(permute(np.arange(rows), total, "part"))
 
     def check(self, seq_len, vocab_size, batch_size=1):
         """Refuses rows of another length or vocabulary, or too few for one step."""
-        for name, wanted in (("seq_len", seq_len), ("vocab_size", vocab_size)):
-            made = self.manifest[name]
-            if made != wanted:
-                advice = f"try --{name.replace('_', '-')} {made} or pack again"
-                fail(f"{self.folder} was packed with {name} {made}, not {wanted}; {advice}")
+        for name, asked in (("seq_len", seq_len), ("vocab_size", vocab_size)):
+            packed = self.manifest[name]
+            if packed != asked:
+                advice = f"try --{name.replace('_', '-')} {packed} or pack again"
+                fail(f"{self.folder} was packed with {name} {packed}, not {asked}; {advice}")
         rows = self.rows("train")
         if rows < batch_size:
             advice = f"give more text, or try --batch-size {rows}"
@@ -271,8 +258,9 @@ class PackedData:
         epochs, within = np.divmod(np.arange(start, start + count), n)
         ids = np.empty(count, np.int64)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            ids[here] = permute(within[here], n, f"{seed} {epoch} 0")
+            chosen = epochs == epoch
+            # the 0 has no meaning; without it the orders of all recorded runs would change
+            ids[chosen] = permute(within[chosen], n, f"{seed} {epoch} 0")
         return self.part[ids]
 
 

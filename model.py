@@ -328,7 +328,9 @@ class Context(NamedTuple):
     cos: torch.Tensor  # (T, 1, D/2H), of the rotary embedding, in the activations' dtype
     sin: torch.Tensor
     causal: bool  # whether a token sees itself and all before it, for which kernels need no mask
-    index: torch.Tensor | None = None  # (B,): loops that each sequence has taken; None outside the loop
+    index: torch.Tensor | None = (
+        None  # (B,): loops that each sequence has taken; None outside the loop
+    )
     cache: object = None  # of a text that is read piece by piece: tools.sample.KVCache
 
     def cast(self, x):

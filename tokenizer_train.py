@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from looped.common import Parser, fail, file_hash, positive_int, write_json
-from looped.corpus import add_text_flags, changes, find_shards, fingerprints, texts
+from looped.corpus import add_text_flags, check_same, find_shards, fingerprints, texts
 from looped.tokenizer import PATTERN, SPECIALS, encode, load_tokenizer, save_tokenizer
 
 DOC_CHARS = 10_000  # used of a document
@@ -49,29 +49,6 @@ def training_texts(shards, counts):
             yield text
 
 
-def check_same(tokenizer, args, rule, train):
-    """Refuses a tokenizer file that other texts, or another vocabulary, led to. rule: how the
-    validation was chosen.
-    """
-    path = texts_file(tokenizer)
-    advice = f"delete {tokenizer} and the rows packed with it, or choose another --out"
-    if not path.exists():
-        fail(f"{tokenizer} is there, but not {path.name}, which names its texts; {advice}")
-    before = json.loads(path.read_text())
-    if before["characters"] >= MAX_CHARS:
-        train = train[: before["shards"]]  # the others were not read
-    differences = changes(before["files"], fingerprints(args.texts, train))
-    if differences:
-        fail(f"{args.texts} has changed since {tokenizer} was made ({differences}); {advice}")
-    for name, value in (("vocab_size", args.vocab_size), ("validation", rule)):
-        if before[name] != value:
-            fail(f"{tokenizer} was made with {name} {before[name]} (now {value}); {advice}")
-
-
-def texts_file(tokenizer):
-    return tokenizer.with_suffix(".texts.json")
-
-
 def bytes_per_token(enc, documents):
     """UTF-8 bytes that a token stands for: higher is shorter sequences."""
     tokens = sum(len(encode(enc, text)) for text in documents)
@@ -95,8 +72,16 @@ def main(argv=None):
     args = parse_args(argv)
     out = args.out
     val, *train = find_shards(args.texts, args.val, args.all_files)
+    settings = {"vocab_size": args.vocab_size, "validation": val.name}
+    beside = out.with_suffix(".texts.json")
     if out.exists():
-        check_same(out, args, val.name, train)
+        if not beside.exists():
+            fail(f"{out} is there, but not {beside.name}, its list of texts; choose another --out")
+        before = json.loads(beside.read_text())
+        if before["characters"] >= MAX_CHARS:
+            train = train[: before["shards"]]  # the others were not read
+        now = settings | {"files": fingerprints(args.texts, train)}
+        check_same(out, args.texts, before, now)
         print(f"{out} is there already, made of these texts")
         return
     start = time.time()
@@ -107,8 +92,7 @@ def main(argv=None):
         fail(f"{args.texts} yields only {entries} tokens; give more text or a smaller --vocab-size")
     out.parent.mkdir(parents=True, exist_ok=True)
     files = fingerprints(args.texts, train[: counts["shards"]])
-    record = {"vocab_size": args.vocab_size, "validation": val.name, **counts, "files": files}
-    write_json(texts_file(out), record)
+    write_json(beside, settings | counts | {"files": files})
     save_tokenizer(out, ranks)
     print(f"{out}: {entries:,} entries in {time.time() - start:.1f} s, {file_hash(out)[:12]}")
     ratio = bytes_per_token(load_tokenizer(out), list(islice(texts(val, Counter()), 1000)))

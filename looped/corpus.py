@@ -133,15 +133,19 @@ def texts(shard, counts):
 # ---- the shards of a folder
 
 
+# fmt: off
 def add_text_flags(add):
     """The flags that find_shards needs."""
-    add("--texts", type=Path, required=True, help="""folder of .parquet (column text), .jsonl (key
-        text) or .txt files; a .txt document ends at a line such as <|endoftext|>, or at the first
-        blank line after 10,000 characters""")  # fmt: skip
-    add("--val", type=Path, metavar="FILE", help="""file whose documents are the validation
-        (default: the last of FineWeb-Edu's shards, or one document in so many of all files)""")  # fmt: skip
-    add("--all-files", action="store_true", help="""use files that are named as held-out data like
-        all others""")  # fmt: skip
+    add("--texts", type=Path, required=True,
+        help="folder of .parquet (column text), .jsonl (key text) or .txt files; a .txt document "
+             "ends at a line such as <|endoftext|>, or at the first blank line after 10,000 "
+             "characters")
+    add("--val", type=Path, metavar="FILE",
+        help="file whose documents are the validation (default: the last of FineWeb-Edu's shards, "
+             "or one document in so many of all files)")
+    add("--all-files", action="store_true",
+        help="train on files whose names say that they are held out (test, validation, …), too")
+# fmt: on
 
 
 LETTER = r"[^\W\d_]"
@@ -187,7 +191,7 @@ def without_held_out(folder, names, val):
     if not val:
         fail(f"{named}; move it away, or give --val FILE (the validation) or --all-files")
     note(f"{named}, which is left out; with --all-files it is trained on")
-    return [name for name in names if name not in held_out]
+    return [name for name in names if not HELD_OUT.search(name.as_posix())]
 
 
 def listed(names):
@@ -230,38 +234,43 @@ def split_by_hash(documents, one_in):
 
 def make_shards(folder, names, **options):
     """A Shard of each .parquet and .jsonl file, and one of all .txt files."""
-    tables = [name for name in names if name.suffix.lower() != ".txt"]
-    groups = [[name] for name in tables]
-    groups.append([name for name in names if name not in tables])
+    groups = [[name] for name in names if name.suffix.lower() != ".txt"]
+    groups.append([name for name in names if name.suffix.lower() == ".txt"])
     shards = []
     for group in filter(None, groups):
         shards.append(Shard(listed(group), [folder / name for name in group], **options))
     return shards
 
 
-# ---- have the texts changed?
+# ---- what rows and tokenizers are made of
 
-HASHED = 1 << 24  # bytes of a file: all of most, and no minute of reading for 100 GB of shards
+HASHED = 1 << 24  # bytes of a file: all of most files, and seconds for 100 GB of shards
 
 
 def fingerprints(folder, shards):
-    """{name of a file, as seen from the folder: [bytes, hash of its beginning]}"""
+    """{name of a file, as seen from the folder: its bytes, and the hash of its beginning}"""
     prints = {}
     for path in sorted({path for shard in shards for path in shard.paths}):
         with open(path, "rb") as file:
-            digest = hashlib.sha256(file.read(HASHED)).hexdigest()
-        prints[os.path.relpath(path, folder)] = [path.stat().st_size, digest[:16]]
+            digest = hashlib.sha256(file.read(HASHED))
+        prints[os.path.relpath(path, folder)] = f"{path.stat().st_size} {digest.hexdigest()}"
     return prints
 
 
-def changes(before, now):
-    """What differs between two fingerprints, in words: "added: b.txt and 2 more; gone: a.txt"."""
-    kinds = {
-        "added": [name for name in now if name not in before],
-        "gone": [name for name in before if name not in now],
-        "changed": [name for name in now if now[name] != before.get(name, now[name])],
-    }
-    return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names)
+def check_same(path, texts, before, now):
+    """Refuses what was made of other files or with other settings. before, now: {setting: value},
+    "files" among them.
+    """
+    advice = f"delete {path}, or choose another --out"
+    old, new = before["files"], now["files"]
+    changed = [f"{name} was added" for name in new if name not in old]
+    changed += [f"{name} is gone" for name in old if name not in new]
+    changed += [f"{name} has changed" for name in new if new[name] != old.get(name, new[name])]
+    if changed:
+        fail(f"{texts} is not what {path} was made of: {listed(changed)}; {advice}")
+    for name, value in now.items():
+        if before[name] != value:
+            fail(f"{path} was made with {name} {before[name]}, not {value}; {advice}")
 
 
 def shard_name(i):

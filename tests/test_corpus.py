@@ -67,29 +67,24 @@ def hash_of(document):
 
 def test_validation_is_one_document_in_ten_by_content_over_all_files(tmp_path):
     docs = documents(400, seed=5)
-    for name in ("books", "code", "wiki"):
-        write_jsonl(tmp_path / f"{name}.jsonl", docs[:200] if name == "books" else docs[100:])
-    val, *train = documents_of(tmp_path)
+    write_jsonl(tmp_path / "books.jsonl", docs[:300])
+    write_jsonl(tmp_path / "wiki.jsonl", docs[200:])
+    shards = documents_of(tmp_path)
     held_out = {doc for doc in docs if hash_of(doc) / 2**64 < 0.1}
-    assert set(val) == held_out and held_out & set(docs[300:])
-    assert [set(part) for part in train] == [
-        set(docs[:200]) - held_out, *[set(docs[100:]) - held_out] * 2
-    ]  # fmt: skip
+    rest = [set(docs[:300]) - held_out, set(docs[200:]) - held_out]
+    assert [set(shard) for shard in shards] == [held_out, *rest]
 
 
 @pytest.mark.parametrize("sizes", [[10] * 3, [10] * 60, [1000, 1, 1, 1], [5, 5000]])
-def test_of_few_documents_validation_gets_a_tenth_of_the_text_and_training_the_rest(
-    sizes, tmp_path
-):
+def test_of_few_documents_validation_is_a_tenth_of_the_text_or_all_but_one(sizes, tmp_path):
     docs = [chr(0x100 + i) * size for i, size in enumerate(sizes)]
     write_jsonl(tmp_path / "a.jsonl", docs)
+    docs.sort(key=hash_of)
+    n = 1
+    while n < len(docs) - 1 and len("".join(docs[:n])) < sum(sizes) / 10:
+        n += 1
     val, train = documents_of(tmp_path)
-    assert sorted(val + train) == sorted(docs) and val and train
-    text = sum(sizes)
-    *others, last = sorted(val, key=hash_of)  # without the last it would be less than a tenth
-    assert hash_of(last) < min(map(hash_of, train))
-    assert len("".join(others)) < text / 10
-    assert len("".join(val)) >= text / 10 or len(train) == 1
+    assert set(val) == set(docs[:n]) and set(train) == set(docs[n:])
 
 
 def shards_of(folder, names, *options):
@@ -109,44 +104,38 @@ def test_tables_are_shards_of_their_own_and_text_files_share_one(tmp_path):
     assert train == [["b.jsonl"], ["f.jsonl"], ["a.txt", "c/d.txt"]]
 
 
-@pytest.mark.parametrize("name", [
-    "test-file", "my_validation_file", "testing-00000", "test_sft", "evaluation", "GPT4-valid",
-    "validation_matched", "test_part1", "eval_en", "val2", "dev/x", "c/Test/x", "devset", "devtest",
-])  # fmt: skip
+HELD_OUT = (
+    "test-file my_validation_file testing-00000 test_sft evaluation validation_matched test_part1"
+    " eval_en v2-valid val2 dev/x c/Test/x devset devtest"
+)
+
+
+@pytest.mark.parametrize("name", HELD_OUT.split())
 def test_a_file_named_like_held_out_data_is_refused_or_left_out(name, tmp_path, capsys):
     names = ["a.txt", "b.txt", f"{name}.txt"]
-    action = partial(shards_of, tmp_path, names)
-    refused(capsys, action, f"{tmp_path} has {name}.txt,", "--val FILE", "--all-files")
+    said = f"{tmp_path} has {name}.txt, named like", "--val FILE", "--all-files"
+    refused(capsys, partial(shards_of, tmp_path, names), *said)
     assert shards_of(tmp_path, names, tmp_path / names[2]) == [[names[2]], ["a.txt", "b.txt"]]
     assert shards_of(tmp_path, names, tmp_path / "a.txt") == [["a.txt"], ["b.txt"]]
-    assert f"{name}.txt, named like held-out data, which is left out" in capsys.readouterr().err
-    assert shards_of(tmp_path, names, None, True)[1] == sorted(names)
+    assert shards_of(tmp_path, names, None, True)[1] == names
 
 
-@pytest.mark.parametrize("name", ["latest", "contest/x", "attested", "values", "development"])
-def test_other_names_are_trained_on(name, tmp_path):
-    assert shards_of(tmp_path, ["a.txt", f"{name}.txt"])[1] == ["a.txt", f"{name}.txt"]
+def test_other_names_are_trained_on(tmp_path):
+    names = [f"{name}.txt" for name in ("attested", "contest/x", "development", "latest", "values")]
+    assert shards_of(tmp_path, names)[1] == names
 
 
 def test_of_numbered_shards_the_last_is_validation(tmp_path):
     for i in (0, 1, 1822):
         write_parquet(tmp_path / f"shard_{i:05d}.parquet", [f"text {i}"])
     assert documents_of(tmp_path) == [["text 1822"], ["text 0"], ["text 1"]]
-    write_jsonl(tmp_path / "b.jsonl", ["text 1"])
-    val = documents_of(tmp_path, tmp_path / "b.jsonl")
-    assert val == [["text 1"], ["text 0"], [], ["text 1822"]]  # never trained on, elsewhere either
 
 
-def test_changes_of_texts_are_named(tmp_path):
-    def state(**texts):
-        for name, text in texts.items():
-            (tmp_path / f"{name}.txt").write_text(text)
-        return corpus.fingerprints(tmp_path, corpus.find_shards(tmp_path))
-
-    before = state(a="some", b="text")
-    assert corpus.changes(before, state()) == ""
-    assert corpus.changes(before, state(a="same", c="new")) == "added: c.txt; changed: a.txt"
-    assert corpus.changes(state(d="newer"), before) == "gone: c.txt and 1 more; changed: a.txt"
+def test_a_validation_document_is_never_trained_on(tmp_path):
+    for name in ("a", "b", "c"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"only in {name}", "in all"])
+    val, *train = documents_of(tmp_path, tmp_path / "b.jsonl")
+    assert val == ["only in b", "in all"] and train == [["only in a"], ["only in c"]]
 
 
 # ---- the standard library
@@ -159,7 +148,7 @@ def test_stdlib_corpus_holds_modules_in_the_order_of_their_hashes(tmp_path):
     assert modules["json/decoder.py"] == Path(json.decoder.__file__).read_text()
     assert not [name for name in modules if name.startswith("test/")]
     order = sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest())
-    assert len(shards) == 5 and len(order) > 400
+    assert len(shards) == 5
     assert shards[4] == [modules[name] for name in order[: len(order) // 16]]
     assert sorted(sum(shards, [])) == sorted(modules.values())
 

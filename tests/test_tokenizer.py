@@ -116,18 +116,18 @@ def test_training_is_the_trainers_without_validation(tmp_path):
 
 def test_a_tokenizer_belongs_to_its_texts(tmp_path, monkeypatch, capsys):
     out = tmp_path / "made" / "t.json"
+    for name in ("b", "c", "d"):
+        write_jsonl(tmp_path / f"{name}.jsonl", corpus(1, 50))
     write_jsonl(tmp_path / "b.jsonl", ["validation"])
-    write_jsonl(tmp_path / "c.jsonl", corpus(1, 50))
-    monkeypatch.setattr(tt, "MAX_CHARS", 1000)
+    monkeypatch.setattr(tt, "MAX_CHARS", 1000)  # c.jsonl has more
     train(tmp_path, out, 300)
     before = out.stat().st_mtime_ns
-    write_jsonl(tmp_path / "d.jsonl", corpus(3, 50))  # a second file, which is not read
+    write_jsonl(tmp_path / "d.jsonl", ["is not read"])
     train(tmp_path, out, 300)
     assert out.stat().st_mtime_ns == before
-    refused(capsys, partial(train, tmp_path, out, 301), "with vocab_size 300 (now 301)")
-    write_jsonl(tmp_path / "a.jsonl", corpus(4, 50))  # the first to be read now
-    said = "has changed since", "(added: a.jsonl; gone: c.jsonl)", f"delete {out}"
-    refused(capsys, partial(train, tmp_path, out, 300), *said)
+    refused(capsys, partial(train, tmp_path, out, 301), "with vocab_size 300, not 301")
+    write_jsonl(tmp_path / "c.jsonl", corpus(4, 50))
+    refused(capsys, partial(train, tmp_path, out, 300), "c.jsonl has changed", f"delete {out}")
 
 
 def test_of_a_document_its_beginning_is_used_and_of_the_corpus_so_much(tmp_path, monkeypatch):

@@ -211,10 +211,11 @@ class PackedData:
         # names the data of a run: tokenizer, packing, all rows
         self.sha256 = json_hash([*packing, *(entry["sha256"] for entry in m["shards"])])
         validation = m["shards"][0]
+        text = validation.get("text_sha256", validation["sha256"])  # older rows lack the first
         # What a validation measures with. Losses compare where all of it is equal; bits per byte
         # also where rows and tokenizer differ.
         self.yardstick = {
-            "text": json_hash([validation["text_sha256"], m["long_docs"]]),
+            "text": json_hash([text, m["long_docs"]]),
             "rows": validation["sha256"],
             "tokenizer": m["tokenizer_sha256"],
             "seq_len": m["seq_len"],

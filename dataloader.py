@@ -237,7 +237,7 @@ class PackedData:
         held_out = m["shards"][0]
         # Losses compare where all of it is equal; bits per byte, where all but rows and tokenizer is.
         self.yardstick = {
-            "text": json_hash([held_out["text_sha256"], m["long_docs"]]),
+            "text": json_hash([held_out.get("text_sha256", held_out["sha256"]), m["long_docs"]]),
             "rows": held_out["sha256"],
             "tokenizer": m["tokenizer_sha256"],
             "seq_len": m["seq_len"],

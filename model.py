@@ -34,6 +34,7 @@ Where to change what:
 A new parameter is told its init and its optimiser where it is created (looped/ops.py, parameter).
 """
 
+import contextlib
 import copy
 import functools
 import json
@@ -328,7 +329,9 @@ class Context(NamedTuple):
     cos: torch.Tensor  # (T, 1, D/2H), of the rotary embedding, in the activations' dtype
     sin: torch.Tensor
     causal: bool  # whether a token sees itself and all before it, for which kernels need no mask
-    index: torch.Tensor | None = None  # (B,): loops that each sequence has taken; None outside the loop
+    index: torch.Tensor | None = (
+        None  # (B,): loops that each sequence has taken; None outside the loop
+    )
     cache: object = None  # of a text that is read piece by piece: tools.sample.KVCache
 
     def cast(self, x):
@@ -828,8 +831,8 @@ class Model(nn.Module):
         """The tokens' rows of these layers' value tables: (B, T, D), None for a layer without."""
         rows = []
         for layer in layers:
-            table = self.ve[str(layer)] if str(layer) in self.ve else None
-            rows.append(None if table is None else table(ids).to(self.dtype))
+            name = str(layer)
+            rows.append(self.ve[name](ids).to(self.dtype) if name in self.ve else None)
         return rows
 
     def context(self, x, index=None, cache=None) -> Context:
@@ -1052,17 +1055,25 @@ def like_state(live, state):
     return live.view(*live.shape, *trailing)
 
 
-@functools.cache
-def loss_flops(cfg: ModelConfig, n: int, k: int) -> float:
-    """FLOPs of `Model.loss` and its backward pass for one sequence of n loops without gradient and k
-    with it, counted as they run: all matrix products, in attention those of all pairs of tokens.
+class NoModules(contextlib.nullcontext):
+    """In the place of a FlopCounterMode's tracker of modules, whose hooks refuse views made without gradient."""
+
+    parents = ("Global",)
+
+
+def loss_flops(cfg: ModelConfig, n: np.ndarray, k: np.ndarray) -> float:
+    """FLOPs of `Model.loss` and its backward pass for sequences of n loops without gradient and k with it,
+    (B,) each, counted as they run: all matrix products, in attention those of all pairs of tokens.
     """
-    with torch.device("meta"):
+    deepest_first = np.argsort(-(n + k), kind="stable")
+    with torch.device("meta"):  # tensors with shapes and no numbers
         model = Model(cfg).to("meta")
-        ids = torch.zeros(1, cfg.seq_len, dtype=torch.int64)
-        keys = torch.zeros(1, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        loss, _ = model.loss(ids, ids, keys, np.array([n]), np.array([k]))
+        ids = torch.zeros(len(n), cfg.seq_len, dtype=torch.int64)
+        keys = torch.zeros(len(n), dtype=torch.int64)
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = NoModules()
+    with counter:
+        loss, _ = model.loss(ids, ids, keys, n[deepest_first], k[deepest_first])
         loss.backward()
     return float(counter.get_total_flops())
 

@@ -338,7 +338,7 @@ def test_parameters_that_stay_as_they_were_are_named(packed, tmp_path, monkeypat
     monkeypatch.setattr(train, "Model", Edited)
     here(packed, tmp_path / "r", "--tokens", 21 * 32 * 12, "--muon-lr", 0)
     notes = capfd.readouterr().err
-    assert "spare.weight has had no gradient  so far" in notes
+    assert "spare.weight has had no gradient so far" in notes
     assert "blocks.0.attn.o.weight has not moved" in notes
     assert "wte" not in notes
 
@@ -374,7 +374,7 @@ REFUSED = {
     "--injection add --gain zoh": "--gain has no meaning with --injection add",
     "--mu-rec 0": "--mu-rec 0 is no loop; try --mu-rec 1",
     "--batch-size 0": "0 must be at least 1",
-    "--optimizer adamw --weight-decay 0": "--weight-decay has no meaning with --optimizer adamw",
+    "--optimizer adamw --weight-decay 0 --momentum-warmup 0": "--momentum-warmup has no meaning with --optimizer adamw",
     "--optimizer adamw --muon-lr 0.1": "--muon-lr has no meaning with --optimizer adamw",
     "--flops 1e9": "--tokens has no meaning with --flops",
 }

@@ -8,8 +8,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +29,9 @@ def documents(n, seed=0):
 
 
 def write_parquet(path, texts):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
 
 

@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,9 +31,6 @@ def documents(n, seed=0):
 
 
 def write_parquet(path, texts):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
 
 
@@ -180,8 +179,6 @@ def check_against_oracle(model, n, k):
     """Loss, every gradient and the logged norms of a batch of depths n + k: the model's and the slow network's."""
     from oracle import Oracle
 
-    deepest_first = (-(n + k)).argsort(kind="stable")
-    n, k = n[deepest_first], k[deepest_first]
     ids, targets, keys = token_batch(model.cfg, len(n))
     loss, stats = model.loss(ids, targets, keys, n, k)
     oracle = Oracle(model.cfg, model.state_dict())

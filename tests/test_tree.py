@@ -7,15 +7,14 @@ import pytest
 from helpers import ROOT
 
 SHARED = {"model", "dataloader", "tokenizer_train"}
-TOP = SHARED | {"core_eval", "launch", "train", "muon"}
+TOP = SHARED | {"core_eval", "train", "muon"}
 MAY_IMPORT = {
     "muon": set(),
     "model": {"looped"},
     "dataloader": {"looped"},
     "tokenizer_train": {"looped"},
     "core_eval": {"looped", *SHARED},
-    "launch": {"looped", *SHARED},
-    "train": {"looped", *SHARED, "launch", "muon"},
+    "train": {"looped", *SHARED, "core_eval", "muon"},
     "looped": {"looped"},
     "tools": {"looped", "tools", *TOP},
     "studies": {"looped", "studies", "tools", *TOP},

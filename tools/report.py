@@ -149,6 +149,15 @@ def radar(categories: list[dict]) -> Plot:
     return Plot("", "", curves, ticks)
 
 
+def unigram_baseline(run: Run) -> list[str]:
+    """The entropy of the token frequencies, if the rows are here."""
+    manifest = Path(run.config["data"]["path"], "manifest.json")
+    if not manifest.exists():
+        return []
+    entropy = json.loads(manifest.read_text())["unigram_entropy"]
+    return [f"Unigram baseline: {fmt(entropy)} nats/token.", ""]
+
+
 def report(runs: list[Run], out: Path) -> None:
     """The page and its figures; its beginning goes to the screen, too."""
     arms = arms_of(runs)
@@ -159,6 +168,7 @@ def report(runs: list[Run], out: Path) -> None:
     title = "/".join(data.parts[-2:])
     lines += comparison_figure(out / "depth.png", arms, title)
     lines += loss_table(arms, [])
+    lines += unigram_baseline(runs[0])
     lines += not_compared(runs)
     print("\n".join(lines))
     lines += ["## Val loss by depth", "", *loss_table(arms, shown_depths(arms))]

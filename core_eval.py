@@ -2,25 +2,29 @@
 
     python core_eval.py RUN                             # CORE as the paper and the post report it
     python core_eval.py RUN --panel core-extended --depth 1,2,4,8,16 --max-per-task 100
-    python core_eval.py RUN --panel own --task mine.jsonl:mc,shots=0,chance=25  # a task of your own
+    python core_eval.py RUN --panel own --task mine.jsonl:mc,shots=0,chance=0.25  # your own task
     torchrun --standalone --nproc_per_node=8 core_eval.py RUN
 
 A score is a function of (weights, data, seed, depth). The initial loop states are those of (seed,
 task, example), the same for all options of an example; losses are float32. ± is the standard
-deviation over seeds; for one seed, the standard error over examples. Results go to
-core_<panel>_<protocol>.json in RUN, task by task; the same command continues there, another one
-overwrites it. On a CPU float32 is used, else the run's own dtype.
-Sources: CORE is DCLM's (arXiv 2406.11794); the protocols are Parcae's, nanochat's (the same, at
-seed 1234), and llm-foundry's (dclm). looped/core_tasks.py has the tasks, core_prompts.py the rules.
+deviation over seeds; for one seed, the standard error over examples. On a CPU the model computes in
+float32, else in the run's dtype.
+
+Scores are written to core_eval_PANEL_HASH.json in RUN when all tasks are done. HASH is that of tasks,
+flags and code: files of one name compare, and the scores of edited code never replace others.
+Sources: CORE is DCLM's (arXiv 2406.11794). The rules are Parcae's; `--seeds 1234` is nanochat's CORE.
+looped/core_tasks.py has the tasks and the format of your own, core_prompts.py the rules.
 """
 
 import functools
+import hashlib
 import json
 import math
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,11 +51,10 @@ from looped.core_tasks import (
 from looped.machine import (
     DEVICES,
     ONE_PROCESS,
-    Place,
+    Rank,
+    code_hash,
     connect,
     disconnect,
-    environment,
-    exact_products,
     to_device,
 )
 from looped.ops import hash_keys
@@ -60,17 +63,8 @@ from looped.tokenizer import load_tokenizer
 from looped.validation import HeldOut, validate
 from model import load_run
 
-# Whose rules, and the default seeds. nanochat's answers are Parcae's at its only seed.
-PROTOCOLS = {"parcae": [1234, 2345, 3456], "nanochat": [1234], "dclm": [1234]}
-SHOT_SEED = 1234  # of dclm's shots, whatever --seeds
+SEEDS = [1234, 2345, 3456]  # Parcae's
 BATCH_TOKENS = {"cpu": 1024, "mps": 65_536, "cuda": 65_536}
-ODDITIES = {  # what is counted of a task's examples, and how it is said
-    "cropped": "prompts cropped",
-    "empty": "with an option of no tokens, which decides whatever the model says (try --protocol dclm)",
-}
-# of an example: the option chosen (of lm 0, or -1 where it is wrong), whether it is right, and the
-# loss of all its scored tokens
-COLUMNS = ["answer", "correct", "nats", *ODDITIES]
 
 # -- scoring ---------------------------------------------------------------------------------------
 
@@ -80,9 +74,8 @@ class Settings:
     """How, and where, a panel is scored."""
 
     depths: list[int]  # increasing
-    seeds: list[int]  # of shots (parcae) and initial states
-    place: Place = ONE_PROCESS
-    baselines: str = "v1"
+    seeds: list[int]  # of shots and initial states
+    rank: Rank = ONE_PROCESS
 
 
 def token_scores(model, x, targets):
@@ -96,36 +89,36 @@ def token_scores(model, x, targets):
 
 
 @torch.inference_mode()
-def score_batch(model, task: Task, settings: Settings, seed, batch: list[Row]) -> None:
-    """Gives each option its scores: (depths, 2, s), the token_scores of its targets.
+def score_batch(model, task: Task, settings: Settings, seed, batch: list[Row]) -> dict:
+    """{(example, option): (depths, 2, s), the token_scores of its s targets}.
 
     Right padding is inert, as all is causal. All rows of an example have one key.
     """
-    device = settings.place.device
-    options = []
-    places = []  # of the rows and positions just before each option's tokens
+    device = settings.rank.device
+    names = []  # (example, option)
+    targets = []  # of each option
+    spans = []  # the row and the positions just before each option's targets
     for b, row in enumerate(batch):
         end = len(row.fed)
-        for option in row.options.values():
-            options.append(option)
-            places.append((b, slice(end - len(option.targets), end)))
+        for option, tokens in row.targets.items():
+            names.append((row.example, option))
+            targets.append(tokens)
+            spans.append((b, slice(end - len(tokens), end)))
+    sizes = [len(tokens) for tokens in targets]
+    targets = to_device(torch.cat(targets).long(), device)
     ids = pad_sequence([row.fed for row in batch], batch_first=True)
     ids = to_device(ids.long(), device)
-    targets = torch.cat([option.targets for option in options])
-    targets = to_device(targets.long(), device)
-    examples = [row.example for row in batch]
-    keys = hash_keys(seed, FOR_EVAL, task.index, each=examples, device=device)
-    found = []
-    for _, h in model.states(ids, settings.depths, keys):
-        x = model.coda(h, ids)  # (B, T, D)
-        x = torch.cat([x[place] for place in places])
+    numbers = [row.example for row in batch]
+    keys = hash_keys(seed, FOR_EVAL, task.index, each=numbers, device=device)
+    by_depth = []
+    for _, h, inputs in model.states(ids, settings.depths, keys):
+        x = model.coda(h, ids, inputs)  # (B, T, D)
+        x = torch.cat([x[span] for span in spans])
         pieces = zip(x.split(4096), targets.split(4096))
         scores = [token_scores(model, *piece) for piece in pieces]
-        found.append(torch.cat(scores, 1))
-    sizes = [len(option.targets) for option in options]
-    of_options = torch.stack(found).cpu().split(sizes, -1)
-    for option, scores in zip(options, of_options):
-        option.scores = scores
+        by_depth.append(torch.cat(scores, 1))
+    by_option = torch.stack(by_depth).cpu().split(sizes, -1)
+    return dict(zip(names, by_option))
 
 
 def batches(rows: list[Row], budget: int):
@@ -137,95 +130,116 @@ def batches(rows: list[Row], budget: int):
         rows = rows[n:]
 
 
-def score_rows(model, work: EncodedTask, settings: Settings, seed) -> None:
-    """Gives every option of this rank its scores; on a CPU a batch is one thread's."""
-    device = settings.place.device
+def score_rows(model, work: EncodedTask, settings: Settings, seed) -> dict:
+    """The scores of this rank's options, as score_batch has them; on a CPU a batch is one thread's."""
+    kind = settings.rank.device.type
     score = functools.partial(score_batch, model, work.task, settings, seed)
-    with exact_products(device) as threads, ThreadPoolExecutor(threads) as pool:
-        run = pool.map if device.type == "cpu" else map
-        list(run(score, batches(work.rows, BATCH_TOKENS[device.type])))
+    scores = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(threads) as pool:
+        run = pool.map if kind == "cpu" else map
+        for part in run(score, batches(work.rows, BATCH_TOKENS[kind])):
+            scores |= part
+    torch.set_num_threads(threads)
+    return scores
 
 
-def decide(scores: list[torch.Tensor], kind, protocol) -> int:
-    """The scores of an example's options at one depth -> the option of lowest mean loss, first on
-    ties. For lm: 0 if every token is greedy or none is scored, else -1; no option means the
-    prompt is not a prefix, and counts as wrong.
+def decide(scores: list[torch.Tensor], kind: str) -> int:
+    """The scores (2, s) of an example's options at one depth -> the option of lowest mean loss, first
+    on ties. Of a kind with one option: 0 if every token is greedy or none is scored, else -1.
 
-    The mean of an empty span is NaN, which Python's min keeps where it comes first and passes over
-    elsewhere. dclm compares exp(loss) in float32, where losses that differ may be equal.
+    The mean of an empty span, of a choice whose tokens begin another's, is NaN: as in the public
+    evaluators, Python's min keeps it where it comes first and passes over it elsewhere.
     """
-    if kind == "lm":
-        right = scores and scores[0][1].all()
-        return 0 if right else -1
+    if kind in ("lm", "last-word"):
+        return 0 if scores[0][1].all() else -1
     means = [loss.mean().item() for loss, _ in scores]
-    if protocol == "dclm":
-        means = torch.tensor(means).exp().tolist()
     return means.index(min(means))
 
 
-class NotFiniteError(ValueError):
-    """The model's answer is no number: training diverged, or the depth is too large."""
+class Answers(NamedTuple):
+    """What became of a task's n examples with one seed; float64, the same on every rank."""
+
+    correct: torch.Tensor  # (depths, n): 1 where the answer is right
+    nats: torch.Tensor  # (depths, n): summed loss of all scored tokens
+    cropped: torch.Tensor  # (n,): 1 where a prompt is longer than the model's context
 
 
-def run_task(model, work: EncodedTask, settings: Settings, seed) -> list[dict]:
-    """A task with one seed -> {column: (n,) float64} at each depth, the same on every rank.
-
-    Raises NotFiniteError on every rank if a loss on any rank is not finite.
+def run_task(model, work: EncodedTask, settings: Settings, seed) -> Answers:
+    """Scores a task with one seed. Every rank calls it, and ends with an error if a loss on any rank
+    is not finite.
     """
-    score_rows(model, work, settings, seed)
-    shape = len(settings.depths), len(COLUMNS), len(work.groups)
-    table = torch.zeros(shape, dtype=torch.float64)
-    for at in range(len(settings.depths)):
-        for example in work.examples:
-            scores = [option.scores[at] for option in example.options]
-            answer = decide(scores, work.task.kind, work.protocol)
-            nats = sum(loss.double().sum().item() for loss, _ in scores)
-            values = [answer, answer == example.gold, nats, example.cropped, example.empty]
-            table[at, :, example.number] = torch.tensor(values, dtype=torch.float64)
-    if settings.place.world > 1:
-        table = table.to(settings.place.device)
-        dist.all_reduce(table)
-    if not table.isfinite().all():
+    by_example = defaultdict(list)
+    for (example, _), scores in sorted(score_rows(model, work, settings, seed).items()):
+        by_example[example].append(scores)
+    shape = len(settings.depths), len(work.golds)
+    correct = torch.zeros(shape, dtype=torch.float64)
+    nats = torch.zeros(shape, dtype=torch.float64)
+    for example, options in by_example.items():
+        for d in range(len(settings.depths)):
+            scores = [option[d] for option in options]
+            correct[d, example] = decide(scores, work.task.kind) == work.golds[example]
+            nats[d, example] = sum(loss.double().sum() for loss, _ in scores)
+    answers = Answers(correct, nats, work.cropped)
+    if settings.rank.world > 1:
+        answers = Answers(*(x.to(settings.rank.device) for x in answers))
+        for x in answers:
+            dist.all_reduce(x)
+        answers = Answers(*(x.cpu() for x in answers))
+    if not answers.nats.isfinite().all():
         depths = ", ".join(map(str, settings.depths))
         why = "training diverged, or that is too deep"
-        raise NotFiniteError(f"not all answers at depth {depths} are finite: {why}")
-    return [dict(zip(COLUMNS, of_depth)) for of_depth in table.cpu().numpy()]
+        fail(f"not all losses of {work.task.label} at depth {depths} are finite: {why}")
+    return answers
 
 
-def evaluate(model, enc, panel: Panel, settings: Settings, known=()):
-    """Scores a panel's tasks except those in `known`: yields each label with its entries by depth.
-    Every rank calls it.
-    """
-    model = model.uncompiled()
-    context = model.cfg.seq_len
-    for task in panel.tasks:
-        if task.label in known:
-            continue
-        by_seed = []
-        for seed in settings.seeds:
-            shots = SHOT_SEED if panel.protocol == "dclm" else seed
-            work = encode_task(task, panel, shots, enc, context, settings.place)
-            by_seed.append(run_task(model, work, settings, seed))
-        entries = {}
-        for depth, results in zip(settings.depths, zip(*by_seed)):
-            entries[depth] = task_entry(work, results, settings)
-        yield task.label, entries
-
-
-def quick_score(model, enc, panel: Panel, place: Place) -> dict:
-    """The panel's average at mu_rec with one seed, for train.py. NotFiniteError: there is none."""
-    depth = model.cfg.mu_rec
-    settings = Settings([depth], [SHOT_SEED], place)
+def score_task(model, enc, panel: Panel, task: Task, settings: Settings) -> dict:
+    """The task's entries by depth, on every rank."""
+    by_seed = []
+    for seed in settings.seeds:
+        work = encode_task(task, panel, seed, enc, model.cfg.seq_len, settings.rank)
+        by_seed.append(run_task(model, work, settings, seed))
     entries = {}
-    for label, found in evaluate(model, enc, panel, settings):
-        entries[label] = found[depth]
-    return summarise(panel, entries)["aggregate"]
+    for d, depth in enumerate(settings.depths):
+        entries[depth] = task_entry(task, by_seed, d)
+    return entries
+
+
+def score_panel(model, enc, panel: Panel, settings: Settings) -> dict:
+    """{depth: record}. Every rank calls it; rank 0 prints each task's line when it is scored."""
+    rank = settings.rank
+    by_depth = {depth: {} for depth in settings.depths}
+    for task in panel.tasks:
+        for depth, entry in score_task(model, enc, panel, task, settings).items():
+            by_depth[depth][task.label] = entry
+            rank.say(describe(task.label, depth, entry))
+    entries = by_depth[settings.depths[0]].values()
+    cropped = sum(entry["cropped"] for entry in entries)
+    if cropped:
+        prompts = len(settings.seeds) * sum(entry["n"] for entry in entries)
+        context = f"the model's context of {model.cfg.seq_len} tokens"
+        rank.say(f"{cropped} of {prompts} prompts lost their beginning: longer than {context}")
+    return {str(depth): summarise(panel, tasks) for depth, tasks in by_depth.items()}
+
+
+def score_validation(model, data: PackedData, settings: Settings) -> dict:
+    """{depth: record}: the loss over all packed validation rows, with the initial states of the run's
+    evaluations while it trained.
+    """
+    held_out = HeldOut(data, math.inf, settings.rank.device)
+    result = validate(model, held_out, settings.depths, 16, settings.rank)
+    records = {}
+    for depth in settings.depths:
+        score = {"name": "validation loss", "mean": result["loss"][depth], "std": None}
+        records[str(depth)] = {"aggregate": score | {"bpb": result["bpb"][depth]}}
+    return records
 
 
 # -- records ---------------------------------------------------------------------------------------
 
 # An entry is a task's record at one depth: accuracy and centred accuracy, each with mean, ± and its
-# value by seed, and counts of what was odd in its examples.
+# value by seed, and how many of its examples were cropped.
 
 
 def spread(per_seed: list[float], error: float | None) -> dict:
@@ -236,38 +250,35 @@ def spread(per_seed: list[float], error: float | None) -> dict:
     return {"mean": float(np.mean(per_seed)), "std": std, "per_seed": per_seed}
 
 
-def accuracy(correct, groups) -> tuple[float, float]:
-    """The share of right answers, and its binomial standard error.
-
-    The share is a float32 mean, as in the public evaluators; over several groups (the categories of
-    dclm) the plain mean of the groups' means. The error assumes one more right and one more wrong,
-    since twelve right out of twelve is not certainty.
+def accuracy(correct: torch.Tensor) -> tuple[float, float]:
+    """(n,) of 1 and 0 -> the share of right answers, a float32 as in the public evaluators, and its
+    binomial standard error.
     """
-    right = np.bincount(groups, correct).astype(np.float32)
-    asked = np.bincount(groups).astype(np.float32)
-    share = (right + 1) / (asked + 2)
-    variances = share * (1 - share) / asked
-    error = math.sqrt(variances.sum()) / len(asked)
-    return float(np.mean(right / asked, dtype=np.float64)), error
+    right = np.float32(correct.sum())
+    n = np.float32(len(correct))
+    # one more right and one more wrong: twelve right out of twelve is not certainty
+    share = (right + 1) / (n + 2)
+    error = math.sqrt(share * (1 - share) / n)
+    return float(right / n), error
 
 
-def task_entry(work: EncodedTask, results: list[dict], settings: Settings) -> dict:
-    """The record of a task at one depth, from the columns of each seed. Centred: 0 where guessing
-    is, 1 where all answers are right.
+def task_entry(task: Task, by_seed: list[Answers], d: int) -> dict:
+    """The record of a task at the depth of index d. Centred: 0 where guessing is, 1 where all answers
+    are right.
     """
-    chance = work.task.chance[settings.baselines] / 100
     shares = []
-    for columns in results:
-        share, error = accuracy(columns["correct"], work.groups)
+    for answers in by_seed:
+        share, error = accuracy(answers.correct[d])
         shares.append(share)
-    centred = [(share - chance) / (1 - chance) for share in shares]
-    entry = {"n": len(work.groups), "accuracy": spread(shares, error)}
-    entry["centered"] = spread(centred, error / (1 - chance))
-    for name in ODDITIES:
-        counts = [columns[name].sum() for columns in results]
-        entry[name] = int(sum(counts))
-    if work.protocol == "lambada":
-        nats = [columns["nats"].mean() for columns in results]
+    centred = [(share - task.chance) / (1 - task.chance) for share in shares]
+    entry = {
+        "n": len(answers.cropped),
+        "accuracy": spread(shares, error),
+        "centered": spread(centred, error / (1 - task.chance)),
+        "cropped": int(sum(answers.cropped.sum() for answers in by_seed)),
+    }
+    if task.kind == "last-word":
+        nats = [answers.nats[d].mean().item() for answers in by_seed]
         entry["perplexity"] = spread(np.exp(nats).tolist(), None)
     return entry
 
@@ -279,24 +290,20 @@ def average(title: str, tasks: list[Task], entries: dict) -> dict:
     done = [entries[task.label]["centered"] for task in tasks if task.label in entries]
     if len(done) < len(tasks):
         title = f"{len(done)} of the {len(tasks)} tasks of {title}"
-    by_task = [score["per_seed"] for score in done]
-    means = [float(np.mean(of_seed)) for of_seed in zip(*by_task)]
+    by_seed = zip(*(score["per_seed"] for score in done))
+    means = [float(np.mean(scores)) for scores in by_seed]
     errors = [score["std"] for score in done]
     error = math.hypot(*errors) / len(done)
-    counts = {"tasks_done": len(done), "tasks_total": len(tasks)}
-    return {"name": title, **spread(means, error), **counts}
+    return {"name": title, **spread(means, error)}
 
 
 def averages(name: str, tasks: list[Task], entries: dict) -> dict:
-    """{group: mean} of the tasks that are done, grouped by their "category" or "family"."""
+    """{group: mean} of the scored tasks, grouped by their "category" or "family"."""
     groups = defaultdict(list)
     for task in tasks:
         if task.label in entries:
-            groups[getattr(task, name)].append(task)
-    means = {}
-    for title, done in groups.items():
-        means[title] = average(title, done, entries)["mean"]
-    return means
+            groups[getattr(task, name)].append(entries[task.label]["centered"]["mean"])
+    return {group: float(np.mean(means)) for group, means in groups.items()}
 
 
 def summarise(panel: Panel, entries: dict) -> dict:
@@ -323,84 +330,48 @@ def plus_minus(score: dict) -> str:
 def describe(label: str, depth: int, entry: dict) -> str:
     """The line on the screen for a task."""
     scores = f"{plus_minus(entry['accuracy'])}  centred {entry['centered']['mean']:+.4f}"
-    line = f"{label:33} depth {depth}  {scores}  n {entry['n']:5d}"
-    for name, text in ODDITIES.items():
-        if entry[name]:
-            line += f"  {entry[name]} {text}"
-    return line
+    return f"{label:33} depth {depth}  {scores}  n {entry['n']:5d}"
 
 
 # -- the program -----------------------------------------------------------------------------------
 
 
+# fmt: off
 def parse_args():
     p = Parser(description=__doc__)
     add = p.add_argument
     add("run", metavar="RUN", help="run directory")
-    add(
-        "--panel",
-        default="core",
-        choices=[*PANELS, "val"],
-        help="what to evaluate (default: %(default)s)",
-    )
-    add(
-        "--protocol",
-        default="parcae",
-        choices=list(PROTOCOLS),
-        help="whose rules; nanochat: parcae's at seed 1234 (default: %(default)s)",
-    )
-    add(
-        "--depth",
-        type=ints,
-        help="loops, one or several between commas (default: the run's mu_rec)",
-    )
-    add(
-        "--seeds",
-        type=ints,
-        help="of shots and initial states (default: parcae 1234,2345,3456; others 1234)",
-    )
-    add("--max-per-task", type=positive_int, help="examples (default: all)")
-    add(
-        "--bundle",
-        help=f"zip of the task data (default: {BUNDLE}, fetched once)",
-    )
-    add("--data", help="packed rows of --panel val (default: the run's)")
-    add(
-        "--task",
-        type=own_task,
-        action="append",
-        default=[],
-        metavar=OWN_TASK,
-        help="a task of your own, beside the panel and in no average but that of --panel own; KIND: "
-        "mc, schema or lm; chance: accuracy of guessing (default: 0, no centring); may be "
-        "given again",
-    )
-    add(
-        "--baselines",
-        default="v1",
-        choices=["v1", "v2"],
-        help="chance: the paper's, or DCLM's of 2025-09 (default: %(default)s)",
-    )
-    add(
-        "--device",
-        default="auto",
-        choices=DEVICES,
-        help="auto: an NVIDIA GPU or the CPU; mps, an Apple GPU, is untried",
-    )
+    add("--panel", default="core", choices=[*PANELS, "val"],
+        help="what to evaluate (default: %(default)s)")
+    add("--depth", type=ints,
+        help="number of loops, one or several between commas (default: the run's mu_rec)")
+    add("--seeds", type=ints, default=SEEDS,
+        help="seeds of shots and initial states, one or several between commas (default: Parcae's, "
+        f"{','.join(map(str, SEEDS))})")
+    add("--max-per-task", type=positive_int, help="examples scored of each task (default: all)")
+    add("--bundle", help=f"zip of the task data (default: {BUNDLE}, fetched once)")
+    add("--data", help="folder of packed rows, for --panel val (default: the run's)")
+    add("--task", type=own_task, action="append", default=[], metavar=OWN_TASK,
+        help="a task of your own, scored beside the panel; it counts in no average but that of "
+        "--panel own. KIND is mc, schema or lm, N the number of shots, P the accuracy of guessing, "
+        "such as 0.25 (default: 0, no centring). May be given again")
+    add("--device", default="auto", choices=DEVICES,
+        help="device; auto is an NVIDIA GPU or the CPU; mps, an Apple GPU, is untried")
     args = p.parse_args()
     if args.panel == "own" and not args.task:
         p.error("--panel own needs a --task")
-    args.seeds = args.seeds or PROTOCOLS[args.protocol]
     return args
+# fmt: on
 
 
 def open_run(run, device):
     """-> (model, tokenizer, config); a tokenizer that is not the checkpoint's is refused."""
     # cuDNN's attention would make a plan for every new shape
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_tf32 = False  # losses are float32
     dtype = torch.float32 if device.type == "cpu" else None
     try:
-        model, _, config = load_run(run, device, dtype)
+        model, config = load_run(run, device, dtype)
     except (FileNotFoundError, ValueError) as e:
         fail(f"{e}; name a run with a checkpoint, made by this code")
     path = Path(run) / "tokenizer.json"
@@ -410,121 +381,48 @@ def open_run(run, device):
     return model, load_tokenizer(path), config
 
 
-def validation(model, config, folder, settings: Settings) -> dict:
-    """Loss over all packed validation rows, with the initial states of the run's own evaluations
-    -> {depth: record}.
-    """
+def open_rows(folder, config) -> PackedData:
+    """The packed rows; those of another tokenizer than the run's are refused."""
     data = PackedData(folder)
     if data.manifest["tokenizer_sha256"] != config["tokenizer"]["sha256"]:
         fail(f"{folder} has rows of another tokenizer; pack with the run's, and give --data ROWS")
-    held_out = HeldOut(data, math.inf, settings.place.device)
-    found = validate(model, held_out, settings.depths, 16, settings.place)
-    records = {}
-    for depth in settings.depths:
-        score = {"name": "validation loss", "mean": found["loss"][depth], "std": None}
-        score |= {"bpb": found["bpb"][depth], "tasks_done": 1, "tasks_total": 1}
-        records[str(depth)] = {"aggregate": score}
-    return records
+    return data
 
 
-def read_records(path: Path, header: dict) -> dict:
-    """{depth: record} of the results that are there, if they were made in the same way."""
-    if not path.is_file():
-        return {}
-    old = json.loads(path.read_text())
-    return old["depths"] if header.items() <= old.items() else {}
-
-
-def open_panel(args, place: Place) -> Panel:
-    protocol = args.protocol
-    if args.panel == "lambada":
-        protocol = "lambada"
-    elif protocol == "nanochat":
-        protocol = "parcae"
-    bundle = None
-    if args.panel != "own":
-        bundle = bundle_at(args.bundle, place.rank)
-    panel = load_panel(bundle, args.panel, protocol, args.max_per_task, args.task)
-    if panel.left_out:
-        labels = ", ".join(panel.left_out)
-        few = "no file, or no more examples than shots (--max-per-task)"
-        place.say(f"{len(panel.left_out)} tasks left out ({few}): {labels}")
-    return panel
-
-
-def run_panel(model, enc, panel: Panel, path: Path, header: dict, settings: Settings) -> dict:
-    """-> {depth: record}, with the tasks that an earlier start has finished. The file is written
-    after each task.
-    """
-    place = settings.place
-    records = read_records(path, header)
-    known = set(panel.rows)
-    for depth in settings.depths:
-        record = records.setdefault(str(depth), {"tasks": {}})
-        known &= record["tasks"].keys()
-    if known:
-        place.say(f"{len(known)} tasks are in {path} already")
-    for label, found in evaluate(model, enc, panel, settings, known):
-        for depth, entry in found.items():
-            tasks = records[str(depth)]["tasks"]
-            tasks[label] = entry
-            records[str(depth)] = summarise(panel, tasks)
-            place.say(describe(label, depth, entry))
-        if place.rank == 0:
-            write_json(path, header | {"depths": records})
-    last = records[str(settings.depths[-1])]["tasks"]
-    if mostly_cropped(panel, last, len(settings.seeds)):
-        context = f"the model's context, {model.cfg.seq_len} tokens"
-        place.say(f"nearly all prompts with shots are cut to {context}: chance is what to expect")
-    return records
-
-
-def mostly_cropped(panel: Panel, entries: dict, seeds: int) -> bool:
-    """Whether more than nine in ten of the prompts with shots are longer than the model reads."""
-    few = [entries[task.label] for task in panel.tasks if task.shots]
-    asked = sum(entry["n"] for entry in few)
-    cropped = sum(entry["cropped"] for entry in few)
-    return cropped > 0.9 * asked * seeds
-
-
-def describe_settings(args, model, config) -> dict:
-    """What decides the results, beside the depth: they are continued only if it is the same."""
-    names = ("panel", "protocol", "baselines", "max_per_task", "seeds")
-    told = {name: getattr(args, name) for name in names}
-    checkpoint = Path(args.run) / config["checkpoint"]
-    told["checkpoint"] = f"{checkpoint.name} {file_hash(checkpoint)}"
-    told["dtype"] = str(model.dtype).removeprefix("torch.")
-    told["code"] = environment()["code"]  # an edit of model.py is evaluated anew
-    return told
+def score_file(run, header: dict) -> Path:
+    """The file in RUN for scores with this header, which says what decides them beside the weights."""
+    digest = hashlib.sha256(json.dumps(header).encode()).hexdigest()
+    return Path(run) / f"core_eval_{header['panel']}_{digest[:8]}.json"
 
 
 def main():
     args = parse_args()
-    place = connect(args.device)
-    model, enc, config = open_run(args.run, place.device)
+    rank = connect(args.device)
+    model, enc, config = open_run(args.run, rank.device)
     if args.depth and not model.cfg.n_core:
         fail("the model has no loop; leave --depth out")
-    depths = args.depth or [model.cfg.mu_rec]
-    settings = Settings(depths, args.seeds, place, args.baselines)
-    path = Path(args.run) / f"core_{args.panel}_{args.protocol}.json"
-    header = describe_settings(args, model, config)
+    checkpoint = f"{config['checkpoint']} {file_hash(Path(args.run) / config['checkpoint'])}"
+    settings = Settings(args.depth or [model.cfg.mu_rec], args.seeds, rank)
+    header = {name: getattr(args, name) for name in ("panel", "depth", "seeds", "max_per_task")}
+    header["dtype"] = str(model.dtype).removeprefix("torch.")
+    header["code"] = code_hash(script="core_eval.py")
     if args.panel == "val":
-        folder = args.data or config["data"]["path"]
-        records = validation(model, config, folder, settings)
-        if place.rank == 0:
-            write_json(path, header | {"depths": records})
+        data = open_rows(args.data or config["data"]["path"], config)
+        header["tasks"] = data.yardstick
+        records = score_validation(model, data, settings)
     else:
-        panel = open_panel(args, place)
-        header["bundle_sha256"] = panel.sha256
-        try:
-            records = run_panel(model, enc, panel, path, header, settings)
-        except NotFiniteError as e:
-            fail(str(e))
-    for depth in depths:
-        score = records[str(depth)]["aggregate"]
-        place.say(f"depth {depth}: {score['name']} {plus_minus(score)}")
-    place.say(f"written: {path}")
-    disconnect(place)
+        bundle = bundle_at(args.bundle, rank) if PANELS[args.panel] else None
+        panel = load_panel(bundle, args.panel, args.max_per_task, args.task)
+        header["tasks"] = panel.sha256
+        records = score_panel(model, enc, panel, settings)
+    path = score_file(args.run, header)
+    if rank.number == 0:
+        write_json(path, header | {"checkpoint": checkpoint, "depths": records})
+    for depth, record in records.items():
+        score = record["aggregate"]
+        rank.say(f"depth {depth}: {score['name']} {plus_minus(score)}")
+    rank.say(f"written: {path}")
+    disconnect(rank)
 
 
 if __name__ == "__main__":

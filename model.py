@@ -1,33 +1,38 @@
 """
-Looped language models: a Transformer whose middle block is applied a variable number of times
-("depth").
+Looped language models: a Transformer whose middle block is applied a variable number of times.
 
-    e       = RMSNorm(P(wte[s]))                                prelude, run once
-    h_{t+1} = decay ⊙ h_t + gain ⊙ (B e) + R̄(h_t, e)            core, run `depth` times
-    logits  = head(RMSNorm(coda(C h_depth)))                    coda, run once
+    e = norm(prelude(tokens))                                      once
+    h = decay * h + gain * (B e);  h = h + core_blocks(h)          `depth` times
+    logits = head(norm(coda(C h)))                                 once
 
-    a = exp(A_log), Δ = softplus(dt_bias), decay = exp(-Δ a)    exact (zero-order hold) state decay
-    gain = Δ                 `euler`   Parcae (Prairie et al. 2026, section 4)
-    gain = (1 - decay) / a   `zoh`     Exact-ZOH (Huang 2026): the held-input integral, solved exactly
+    a = exp(A_log);  dt = softplus(dt_bias);  decay = exp(-dt * a)     0 < decay < 1
+    gain = dt                   `euler`  Parcae (Prairie et al. 2026, section 4)
+    gain = (1 - decay) / a      `zoh`    Exact-ZOH (Huang 2026): the held-input integral, solved exactly
 
-R̄ is what the core blocks add to the injected state, so one loop is "inject, then run the core
-blocks". In shapes, such as (B, T, D), B is sequences (not the matrix B), T tokens, D width, H heads,
-V vocabulary. The RDM is the recurrent-depth model of Geiping et al. 2025, the paper's baseline.
+`Model.prelude`, `core_step`, `coda` and `head` are these lines. `enter_loop` computes gain * (B e) once,
+`unroll` repeats line two, and the head is the embedding's transpose. The flat twin has no loop: e goes
+straight to the coda. The RDM is the recurrent-depth model of Geiping et al. 2025, the paper's baseline:
+its loop begins with W [h; e].
+
+In shapes, such as (B, T, D), B is sequences (elsewhere the input matrix), T tokens, D width, H heads, S
+the tokens of keys and values, V vocabulary.
 
 Where to change what:
     the input gain            a function, and its line in GAINS
     decay and gain            DiagonalInjection.decay_and_write; each may be (D,) or (B, T, D)
     the linear path           a class like DiagonalInjection, and its line in INJECTIONS
-    which tokens see which    Attention.sees
+    which tokens see which    sees
     one whole loop            Model.core_step, which knows each sequence's own loop index; a table by it:
-                              at_index (looped/mechanisms.py), trained_loops (looped/depth.py)
+                              at_index (looped/mechanisms.py), trained_loops (looped/depth.py); a random
+                              number for (sequence, loop): inputs.uniform(index)
+    what all loops read       a field of LoopInputs, filled in by Model.enter_loop; the coda gets it too
     the loss                  Model.head_loss in training, Model.token_losses in validation; a further
-                              term: Model.loss, a sum over tokens
+                              term, summed over tokens: Model.loss
     a flag of the network     a field of ModelConfig; a word's choices: its line in CHOICES
     how its change enters h   a class as in looped/mechanisms.py, and its line in MECHANISMS
     the log's statistics      Model.statistics, of the last loop's h and the one before
-    how deep                  looped/depth.py
-A new parameter gets its init and its optimiser where it is created (looped/ops.py).
+    how deep                  a law in looped/depth.py, which is told how much of the training has passed
+A new parameter is told its init and its optimiser where it is created (looped/ops.py, parameter).
 """
 
 import copy
@@ -35,7 +40,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,20 +49,12 @@ import torch
 import torch.fx.experimental._config
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
-from looped.depth import (
-    DEPTH_LAWS,
-    GRANULARITIES,
-    MAX_DEPTH,
-    Loop,
-    even_plan,
-    mean_loops,
-    training_plan,
-)
-from looped.machine import to_device
+from looped.common import note
+from looped.depth import DEPTH_LAWS, GRANULARITIES, MAX_DEPTH, Loop, even_plan, training_plan
+from looped.machine import code_hash
 from looped.mechanisms import AttnRes, HyperConnected, PlainLoop
 from looped.ops import (
     EPS,
@@ -65,6 +62,7 @@ from looped.ops import (
     constant,
     hash_keys,
     hashed_normal,
+    hashed_uniform,
     identity,
     ones,
     orthogonal,
@@ -121,30 +119,40 @@ def discretise(
 
 
 class LoopInputs(NamedTuple):
-    """What all loops read besides the state; sequences first, but for a decay (D,)."""
+    """What all loops read besides the state. A tensor of one dimension belongs to the channels, a tensor
+    of more to the sequences, which come first.
+    """
 
     decay: torch.Tensor | None  # (D,) or (B, T, D), float32
     write: torch.Tensor  # (B, T, D), of the activations' dtype: gain ⊙ (B e), added to the state
     values: list  # (B, T, D) or None for each core layer: the tokens' rows of its value table
+    keys: torch.Tensor  # (B, 1) int64, from `hash_keys`: each sequence's randomness
 
     def first(self, n: int) -> "LoopInputs":
-        """The inputs of the first n sequences. A field that is added must be cut here too."""
-        decay = self.decay
-        if decay is not None and decay.dim() > 1:
-            decay = decay[:n]
-        values = [None if own is None else own[:n] for own in self.values]
-        return LoopInputs(decay, self.write[:n], values)
+        """The inputs of the first n sequences."""
+
+        def cut(x):
+            return x[:n] if torch.is_tensor(x) and x.dim() > 1 else x
+
+        return tree_map(cut, self)
+
+    def uniform(self, index, stream: int = 0):
+        """A random number in (0, 1) for each (sequence, loop): index (B,) int64 -> (B,) float32. Another
+        stream gives others. It does not depend on ranks, micro-batches or earlier calls.
+        """
+        counter = -1 - (stream << 32) - index  # h_0 uses the numbers from 0 on
+        return hashed_uniform(self.keys, counter[:, None])[:, 0]
 
 
 class Injection(nn.Module):
-    """The linear path h + write; the others are made from it."""
+    """What an injection does, with the simplest answers: h + e. Override what differs."""
 
     def __init__(self, cfg: "ModelConfig"):
         super().__init__()
 
     def decay_and_write(self, e):
-        """e (B, T, D) -> decay, (D,) or (B, T, D), or None; and the written input, (B, T, D). All
-        loops of the sequence use these two.
+        """e (B, T, D) -> decay, (D,) or (B, T, D) or None, and the written input (B, T, D), which all
+        loops use.
         """
         return None, e
 
@@ -153,18 +161,18 @@ class Injection(nn.Module):
         return h + inputs.write
 
     def finish(self, out, x, h, inputs: LoopInputs):
-        """The state after the loop: out is what the core blocks made of x, h the state before, (B, T,
-        D) each.
+        """out: what the core blocks made of x = inject(h); h: the state before the loop -> the state
+        after it, (B, T, D).
         """
         return out
 
     def statistics(self, inputs: LoopInputs, tokens: int) -> dict:
-        """What is logged of the inputs that the loops used: sums over tokens."""
+        """What the log says of the loops' inputs: {name: sum over tokens}."""
         return {}
 
     def spectra(self) -> dict:
-        """Spectral radius and norm of the carry (what multiplies h), and the norm of the written
-        input's matrix; None: not known.
+        """Spectral radius and norm of the carry (what multiplies h), and the norm of what multiplies e;
+        None where that is not linear, or not known.
         """
         return dict.fromkeys(("rho", "carry_norm", "write_norm"))
 
@@ -243,10 +251,10 @@ class ConcatInjection(Injection):
 
 
 class RawInjection(Injection):
-    """The raw loop h + R̄(h, e), R̄ = core(h + e) - (h + e): blocks read e, h does not keep it."""
+    """The raw loop (`--injection none`): h + core(h + e) - (h + e). The blocks read e, h does not keep it."""
 
     def finish(self, out, x, h, inputs):
-        return h + (out - x)  # out - e would round h where R̄ is 0
+        return h + (out - x)  # not (h + out) - x, which would round h where the blocks add nothing
 
     def spectra(self):
         return {"rho": 1.0, "carry_norm": 1.0, "write_norm": None}
@@ -262,9 +270,9 @@ MECHANISMS = {"none": PlainLoop, "attnres": AttnRes, "hyper": HyperConnected}
 
 
 # -------------------------------------------------------------------------------------------------
-# Transformer pieces. Master weights are float32 and are cast to the activations' dtype at every
-# use. No autocast: on some versions of torch, casts that it caches under no_grad would cut the
-# core's weights out of the gradient.
+# Transformer pieces. Master weights are float32 and are cast to the activations' dtype where they are
+# used. No autocast: it caches casts, and one cached under no_grad cut the core's weights out of the
+# gradient on some versions of torch (measured).
 
 
 class Linear(nn.Module):
@@ -317,15 +325,39 @@ INITS = {"scaled-zero": zero_outputs, "scaled": outputs_scaled_by_depth}
 class Context(NamedTuple):
     """What all layers of a pass read besides the residual stream."""
 
-    cos: torch.Tensor  # (T, 1, D/2H), the rotary embedding's, of the activations' dtype
+    cos: torch.Tensor  # (T, 1, D/2H), of the rotary embedding, in the activations' dtype
     sin: torch.Tensor
-    index: torch.Tensor | None  # (B,) or (B, T): loops that a sequence, or token, has taken; None
-    # outside the loop
-    cache: object  # tools.sample.KVCache of a text that comes piece by piece, or None
+    causal: bool  # whether a token sees itself and all before it, for which kernels need no mask
+    # (B,): loops that each sequence has taken; None outside the loop
+    index: torch.Tensor | None = None
+    cache: object = None  # of a text that is read piece by piece: tools.sample.KVCache
+
+    def cast(self, x):
+        """x in the activations' dtype, which may be narrower than the residual stream's."""
+        return x.to(self.cos.dtype)
+
+
+def sees(query, key):
+    """Whether the token at position `query` sees the one at `key`; for a window of 128 tokens, add
+    `& (key > query - 128)`. All of attention follows this line.
+    """
+    return key <= query
+
+
+def attention_mask(queries: int, keys: int, device="cpu"):
+    """Whether each query sees each key, bool (queries, keys); the queries are the last tokens."""
+    key = torch.arange(keys, device=device)
+    return sees(key[keys - queries :, None], key)
+
+
+def is_causal(tokens: int) -> bool:
+    """Whether `sees` means that a token sees itself and all before it."""
+    everything = torch.ones(tokens, tokens, dtype=torch.bool, device="cpu")
+    return torch.equal(attention_mask(tokens, tokens), everything.tril())
 
 
 class Attention(nn.Module):
-    """Causal attention of layer number `layer`, with rotary embedding and the tokens' own values."""
+    """Attention of layer number `layer`, with rotary embedding and a table of values by token."""
 
     def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
@@ -334,7 +366,6 @@ class Attention(nn.Module):
         self.n_head = H
         self.qk_norm = cfg.qk_norm
         self.shift = cfg.shifts().get(layer)
-        self.is_causal = self.has_causal_mask(cfg.seq_len)
         init = orthogonal(input_std(d))
         self.q = Linear(d, d, init, muon=True)
         self.k = Linear(d, d, init, muon=True)
@@ -346,31 +377,16 @@ class Attention(nn.Module):
         if layer in cfg.value_layers():
             self.gate = Linear(self.gate_width, H, uniform_by_width)
 
-    def sees(self, query, key):
-        """Whether the token at position `query` sees the one at `key`; for a window of 128 tokens,
-        add `& (key > query - 128)`. All of attention follows this line.
-        """
-        return key <= query
-
-    def mask(self, queries: int, keys: int, device="cpu"):
-        """Whether each query sees each key, bool (queries, keys); the queries are the last tokens."""
-        key = torch.arange(keys, device=device)
-        return self.sees(key[keys - queries :, None], key)
-
-    def has_causal_mask(self, tokens: int) -> bool:
-        """Whether a token sees itself and all before it, for which torch's kernels need no mask."""
-        every = torch.ones(tokens, tokens, dtype=torch.bool, device="cpu")
-        return torch.equal(self.mask(tokens, tokens), every.tril())
-
     def forward(self, x, values, context: Context):
-        """x (B, T, D) -> (B, T, D); values (B, T, D) or None: the tokens' own value vectors."""
+        """x (B, T, D) -> (B, T, D); values (B, T, D) or None: the tokens' rows of the value table."""
         B, T, D = x.shape
+        x = context.cast(x)
         q = self.q(x).view(B, T, self.n_head, -1)  # (B, T, H, D/H)
-        q = self.turned(q, context)
+        q = self.rotate(q, context)
         k, v = self.keys_and_values(x, values, context)  # (B, H, S, D/H), S tokens so far
-        mask = None
-        if context.cache is not None or not self.is_causal:
-            mask = self.mask(T, k.size(2), x.device)
+        mask = None  # attend's own: a token sees itself and all before it
+        if context.cache is not None or not context.causal:
+            mask = attention_mask(T, k.size(2), x.device)
         y = attend(q, k, v, mask)
         y = y.transpose(1, 2)
         return self.o(y.reshape(B, T, D))
@@ -383,7 +399,7 @@ class Attention(nn.Module):
             gate = self.gate(x[..., : self.gate_width])  # (B, T, H)
             weight = 2 * torch.sigmoid(gate)
             v = v + weight.unsqueeze(-1) * values.view(heads)
-        k = self.turned(k, context)
+        k = self.rotate(k, context)
         v = v.transpose(1, 2)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
@@ -391,7 +407,7 @@ class Attention(nn.Module):
             k, v = self.shift(k, v)
         return k, v
 
-    def turned(self, x, context: Context):
+    def rotate(self, x, context: Context):
         """Queries or keys (B, T, H, D/H), rotated by their positions and normed -> (B, H, T, D/H)."""
         x = rope(x, context.cos, context.sin)
         if self.qk_norm:
@@ -410,6 +426,7 @@ class MLP(nn.Module):
         self.proj = Linear(cfg.d_mlp, cfg.d_model, output_init, muon=True)
 
     def forward(self, x, context: Context):
+        x = context.cast(x)
         hidden = F.relu(self.fc(x))
         return self.proj(hidden.square())
 
@@ -426,28 +443,17 @@ class SwiGLU(nn.Module):
         self.proj = Linear(cfg.d_mlp, cfg.d_model, output_init, muon=True)
 
     def forward(self, x, context: Context):
+        x = context.cast(x)
         hidden = F.silu(self.fc(x))
         return self.proj(hidden * self.up(x))
 
 
-# Each is made from (cfg, layer) and called with (x, context), so that one may depend on the loop.
+# Each is made from (cfg, layer) and called with (x, context); context.index is the loop.
 MLPS = {"relu2": MLP, "swiglu": SwiGLU}
 
 
-def no_norm(d: int) -> nn.Module:
-    return nn.Identity()
-
-
-# --block: the norms after the sums
-NORMS_OF_SUMS = {"prenorm": no_norm, "resnorm": RMSNorm}
-
-
 class Block(nn.Module):
-    """Layer number `layer`: looped if that is in cfg.core_layers().
-
-    prenorm: x += Attn(N(x)); x += MLP(N(x))
-    resnorm (RDM): x = N(Attn(N(x)) + x); x = N(MLP(N(x)) + x)
-    """
+    """Layer number `layer`, which is looped if that is in cfg.core_layers()."""
 
     def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
@@ -456,32 +462,41 @@ class Block(nn.Module):
         self.mlp = MLPS[cfg.mlp](cfg, layer)
         self.norm1 = RMSNorm(d)
         self.norm2 = RMSNorm(d)
-        self.norm3 = NORMS_OF_SUMS[cfg.block](d)
-        self.norm4 = NORMS_OF_SUMS[cfg.block](d)
 
     def forward(self, x, values, context: Context):
-        """x (B, T, D), the residual stream -> the same shape and dtype. The branches compute in the
-        activations' dtype, which may be a shorter one.
-        """
-        dtype = context.cos.dtype  # the activations'
-        y = self.attn(self.norm1(x).to(dtype), values, context)
-        x = self.norm3(x + y)
-        y = self.mlp(self.norm2(x).to(dtype), context)
-        return self.norm4(x + y)
+        """x (B, T, D), the residual stream -> the same shape and dtype."""
+        x = x + self.attn(self.norm1(x), values, context)
+        return x + self.mlp(self.norm2(x), context)
+
+
+class ResNormBlock(Block):
+    """The RDM's: the residual stream is normed too."""
+
+    def __init__(self, cfg: "ModelConfig", layer: int):
+        super().__init__(cfg, layer)
+        self.norm3 = RMSNorm(cfg.d_model)
+        self.norm4 = RMSNorm(cfg.d_model)
+
+    def forward(self, x, values, context: Context):
+        x = self.norm3(x + self.attn(self.norm1(x), values, context))
+        return self.norm4(x + self.mlp(self.norm2(x), context))
+
+
+BLOCKS = {"prenorm": Block, "resnorm": ResNormBlock}
 
 
 # -------------------------------------------------------------------------------------------------
 # Configuration
 
 
-# Initial loop states: the standard deviation of a normal (None: that of the input matrices), and at
-# how many standard deviations it is truncated.
+# h_0: {name: (standard deviation of a normal, where it is truncated, in standard deviations)}; None is
+# the standard deviation of the input matrices.
 STATE_INITS = {"like-init": (None, 3.0), "normal": (1.0, 5.0), "zero": (0.0, 3.0)}
 CHOICES = {
     "injection": INJECTIONS,
     "gain": GAINS,
     "mechanism": MECHANISMS,
-    "block": NORMS_OF_SUMS,
+    "block": BLOCKS,
     "mlp": MLPS,
     "state_init": STATE_INITS,
     "init": INITS,
@@ -490,15 +505,21 @@ CHOICES = {
 }
 
 
-def setting(default, about: str, least: float = 0, most: float = 1 << 20):
-    """A field of ModelConfig, the help of its flag, and the bounds of a number."""
-    return field(default=default, metadata={"help": about, "least": least, "most": most})
+def setting(default, about: str, least: float = 0, most: float = 1 << 20, needs: str = ""):
+    """A field of ModelConfig: its default, the help of its flag, the bounds of a number, and without what
+    it has no meaning ("loop", "diagonal").
+    """
+    metadata = {"help": about, "least": least, "most": most, "needs": needs}
+    return field(default=default, metadata=metadata)
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class ModelConfig:
-    """The network. n_core = 0 makes it a plain Transformer. The defaults are the paper's model, at
-    the size of the preset `nano`; `nano` itself departs from the paper's (NANO, below).
+    """The network. n_core = 0 makes it a plain Transformer. The defaults are the paper's model at
+    the size of the preset `nano`, which itself leaves four parts of it out (NANO, below).
+
+    Raises ValueError with what to type for a value out of bounds, and for numbers that do not fit
+    together.
     """
 
     vocab_size: int = setting(1024, "entries of the tokenizer", least=1)
@@ -509,38 +530,56 @@ class ModelConfig:
     n_prelude: int = setting(1, "layers before the loop", most=4096)
     n_core: int = setting(1, "layers in the loop; 0: a plain Transformer", most=4096)
     n_coda: int = setting(1, "layers after the loop", most=4096)
-    mu_rec: int = setting(8, "loops at evaluation; mean loops in training", most=MAX_DEPTH)
-    mu_bwd: int = setting(0, "loops with gradient, at most; 0: half of mu_rec, rounded up")
-    injection: str = setting("diagonal", "linear path of a loop; none: the raw loop h + R(h, e)")
-    gain: str = setting("euler", "input gain of the diagonal path")
-    mechanism: str = setting("none", "how a loop's change enters the state: looped/mechanisms.py")
-    streams: int = setting(4, "copies of the state in --mechanism hyper", least=1)
-    block: str = setting(
-        "prenorm", "norms before the branches; resnorm: after the sums too, the RDM's"
+    mu_rec: int = setting(
+        8, "loops at evaluation; mean loops in training", most=MAX_DEPTH, needs="loop"
     )
-    mlp: str = setting("relu2", "the MLP's nonlinearity; swiglu has a third matrix")
+    mu_bwd: int = setting(
+        0, "most loops with gradient; 0: half of mu_rec, rounded up", needs="loop"
+    )
+    injection: str = setting(
+        "diagonal", "how a loop takes in h and e; none: the raw loop h + R(h, e)", needs="loop"
+    )
+    gain: str = setting("euler", "input gain of the diagonal injection", needs="diagonal")
+    mechanism: str = setting(
+        "none", "how a loop's change enters the state: looped/mechanisms.py", needs="loop"
+    )
+    streams: int = setting(4, "copies of the state in --mechanism hyper", least=1, needs="loop")
+    block: str = setting(
+        "prenorm", "norms before attention and MLP; resnorm: also after each sum, the RDM's"
+    )
+    mlp: str = setting("relu2", "nonlinearity of the MLP; swiglu has a third matrix")
     qk_norm: bool = setting(True, "normalise queries and keys")
     token_shift: bool = setting(
         False,
         "take half the channels of the first layer's values and the last layer's keys from the "
         "preceding token",
     )
-    value_embeds: bool = setting(True, "value tables, on every second layer")
-    prelude_norm: bool = setting(True, "normalise the prelude's output")
-    input_matrix: bool = setting(True, "the diagonal path's matrix B; without: the identity")
-    readout: bool = setting(True, "a matrix C between loop and coda; without: the identity")
+    value_embeds: bool = setting(True, "tables of values by token, on every second layer")
+    prelude_norm: bool = setting(True, "normalise the prelude's output", needs="loop")
+    input_matrix: bool = setting(
+        True, "the diagonal injection's matrix B; without it, the identity", needs="diagonal"
+    )
+    readout: bool = setting(
+        True, "a matrix C between loop and coda; without it, the identity", needs="loop"
+    )
     state_init: str = setting(
-        "like-init", "h_0: random, with the std of the matrices' initial values or 1, or zero"
+        "like-init",
+        "h_0: random, with the standard deviation of the matrices' initial values or 1, or zero",
+        needs="loop",
     )
     init: str = setting(
         "scaled-zero", "initial attention and MLP outputs: zero, or scaled by depth"
     )
     ssm_decay: float = setting(
-        math.sqrt(1 / 5), "decay at initialisation, between 0 and 1", least=1e-6, most=1 - 1e-6
+        math.sqrt(1 / 5), "decay at initialisation, between 0 and 1", 1e-6, 1 - 1e-6, "diagonal"
     )
     rope_theta: float = setting(50_000.0, "base of the rotary embedding", least=1, most=1 << 31)
-    sampling: str = setting("poisson-truncated-full", "law of a sequence's depth: looped/depth.py")
-    granularity: str = setting("sequence", "unit that draws its own training depth")
+    sampling: str = setting(
+        "poisson-truncated-full", "depth law of training, see looped/depth.py", needs="loop"
+    )
+    granularity: str = setting(
+        "sequence", "what draws a training depth: each sequence, or 32 together", needs="loop"
+    )
 
     def __post_init__(self):
         for item in fields(self):
@@ -562,23 +601,17 @@ class ModelConfig:
                 f"--d-model {self.d_model} is no multiple of {part} × --n-head {self.n_head}; "
                 f"try --d-model {fits}"
             )
-        if self.n_core:
-            self._settle_loop()
-        else:
+        if self.n_core == 0:
             self.mu_rec = self.mu_bwd = 0
             if self.mechanism != "none":
                 raise ValueError(f"--mechanism {self.mechanism} needs a loop; try --n-core 1")
-
-    def _settle_loop(self):
+            return
+        if self.mu_rec == 0:
+            raise ValueError("--mu-rec 0 is no loop; try --mu-rec 1, or --n-core 0")
         self.mu_bwd = self.mu_bwd or math.ceil(self.mu_rec / 2)
-        if not 1 <= self.mu_bwd <= self.mu_rec:
+        if self.mu_bwd > self.mu_rec:
             raise ValueError(
                 f"--mu-bwd {self.mu_bwd} exceeds --mu-rec {self.mu_rec}; try --mu-bwd {self.mu_rec}"
-            )
-        if self.mechanism != "none" and self.granularity == "token":
-            raise ValueError(
-                f"--mechanism {self.mechanism} excludes --granularity token; "
-                "try --granularity sequence"
             )
 
     # layers are numbered once through prelude, core and coda
@@ -600,90 +633,69 @@ class ModelConfig:
         """Layers in which attention also reads the preceding token, and how."""
         return {0: shift_values, self.n_layer() - 1: shift_keys} if self.token_shift else {}
 
-    def block_matmul(self) -> int:
-        """Weights of one block that multiply activations; norms, gates and tables are left out."""
-        with torch.device("meta"):
-            block = Block(replace(self, value_embeds=False), 0)
-        return sum(part.weight.numel() for part in block.modules() if isinstance(part, Linear))
 
-    def flops_per_token(self, attention: bool = True) -> float:
-        """Training FLOPs per token at the means of the depth law, a backward pass being twice a forward
-        one. attention: with the products of all pairs of tokens, masked ones included (PaLM's count).
-        """
-        once, loop = forward_flops(astuple(self), self.seq_len if attention else 1)
-        n, k = mean_loops(self.sampling, self.mu_rec, self.mu_bwd)
-        return 3 * once + (n + 3 * k) * loop
+# Presets: paper, tables "Model definitions", heads 128 wide; `nano` is for CPUs. Each is the merger of
+# some of these settings; a Transformer is the flat twin of one.
+
+# four parts that nano leaves out, and the token shift, by which it learns to copy (measured in LOG.md)
+NANO = {
+    "input_matrix": False,
+    "readout": False,
+    "prelude_norm": False,
+    "state_init": "zero",
+    "token_shift": True,
+}
+PAPER = {"vocab_size": 32768, "seq_len": 2048}
+# Parcae in the setup of Geiping et al., in which it is compared with the RDM
+RDM_SETUP = {
+    "mlp": "swiglu",
+    "init": "scaled",
+    "qk_norm": False,
+    "value_embeds": False,
+    "prelude_norm": False,
+    "readout": False,
+}
+RDM_PAPER = RDM_SETUP | {"vocab_size": 65536, "seq_len": 2048}
+RDM_SMALL = RDM_SETUP | {"d_mlp": 176, "token_shift": True}
+RDM = {"injection": "concat", "block": "resnorm"}  # Geiping et al.'s own model
+SIZES = {  # prelude, core and coda of Parcae have as many layers each
+    "140m": {"d_model": 768, "n_head": 6, "d_mlp": 3072, "n_prelude": 2, "n_core": 2, "n_coda": 2},
+    "370m": {"d_model": 1024, "n_head": 8, "d_mlp": 4096, "n_prelude": 4, "n_core": 4, "n_coda": 4},
+    "770m": {"d_model": 1280, "n_head": 10, "d_mlp": 5120, "n_prelude": 6, "n_core": 6, "n_coda": 6},
+    "1.3b": {"d_model": 1536, "n_head": 12, "d_mlp": 6144, "n_prelude": 8, "n_core": 8, "n_coda": 8},
+    "rdm-100m": {"d_model": 1024, "n_head": 8, "d_mlp": 3520, "n_core": 1, "mu_rec": 16},
+    "rdm-350m": {"d_model": 2048, "n_head": 16, "d_mlp": 7040, "n_core": 2, "mu_rec": 8},
+}  # fmt: skip
 
 
-# Presets: paper, tables "Model definitions", heads 128 wide; `nano` is for CPUs.
+def network(*settings: dict) -> ModelConfig:
+    merged = functools.reduce(dict.__or__, settings)
+    return ModelConfig(**merged)
 
 
-def large(d_model: int, layers: int) -> ModelConfig:
-    """Parcae in the paper's Transformer setup: `layers` each in prelude, core and coda."""
-    return ModelConfig(
-        vocab_size=32768,
-        seq_len=2048,
-        d_model=d_model,
-        n_head=d_model // 128,
-        d_mlp=4 * d_model,
-        n_prelude=layers,
-        n_core=layers,
-        n_coda=layers,
-    )
-
-
-def flat(looped: ModelConfig) -> ModelConfig:
+def flat_twin(*settings: dict) -> ModelConfig:
     """The Transformer with the same layers, each run once."""
-    return replace(looped, n_prelude=looped.n_layer(), n_core=0, n_coda=0)
+    cfg = network(*settings)
+    return replace(cfg, n_prelude=cfg.n_layer(), n_core=0, n_coda=0)
 
 
-def rdm_setup(looped: ModelConfig, d_mlp: int) -> ModelConfig:
-    """Parcae in the setup of Geiping et al., in which it is compared with the RDM."""
-    without = {"qk_norm": False, "value_embeds": False, "prelude_norm": False, "readout": False}
-    return replace(looped, d_mlp=d_mlp, mlp="swiglu", init="scaled", **without)
-
-
-def large_rdm_setup(d_model: int, d_mlp: int, n_core: int, mu_rec: int) -> ModelConfig:
-    """The same at the paper's sizes: one layer each in prelude and coda."""
-    size = {"d_model": d_model, "n_head": d_model // 128, "n_core": n_core, "mu_rec": mu_rec}
-    return rdm_setup(ModelConfig(vocab_size=65536, seq_len=2048, **size), d_mlp)
-
-
-def rdm(parcae: ModelConfig) -> ModelConfig:
-    """The RDM, Geiping et al.'s own model: unconstrained, with norms on the residual stream."""
-    return replace(parcae, injection="concat", block="resnorm")
-
-
-SMALL = ModelConfig()
-# LOG.md: what B, C, the prelude norm and a random start cost there, and how copying is learned
-NANO = replace(
-    SMALL,
-    input_matrix=False,
-    readout=False,
-    prelude_norm=False,
-    state_init="zero",
-    token_shift=True,
-)
-RDM_NANO = rdm_setup(replace(SMALL, token_shift=True), d_mlp=176)
-RDM_100M = large_rdm_setup(d_model=1024, d_mlp=3520, n_core=1, mu_rec=16)
-RDM_350M = large_rdm_setup(d_model=2048, d_mlp=7040, n_core=2, mu_rec=8)
 PRESETS = {
-    "nano": NANO,
-    "parcae-140m": large(768, 2),
-    "parcae-370m": large(1024, 4),
-    "parcae-770m": large(1280, 6),
-    "parcae-1.3b": large(1536, 8),
-    "transformer-nano": flat(NANO),
-    "transformer-140m": flat(large(768, 2)),
-    "transformer-370m": flat(large(1024, 4)),
-    "transformer-770m": flat(large(1280, 6)),
-    "transformer-1.3b": flat(large(1536, 8)),
-    "parcae-rdm-nano": RDM_NANO,
-    "parcae-rdm-100m": RDM_100M,
-    "parcae-rdm-350m": RDM_350M,
-    "rdm-nano": rdm(RDM_NANO),
-    "rdm-100m": rdm(RDM_100M),
-    "rdm-350m": rdm(RDM_350M),
+    "nano": network(NANO),
+    "parcae-140m": network(PAPER, SIZES["140m"]),
+    "parcae-370m": network(PAPER, SIZES["370m"]),
+    "parcae-770m": network(PAPER, SIZES["770m"]),
+    "parcae-1.3b": network(PAPER, SIZES["1.3b"]),
+    "transformer-nano": flat_twin(NANO),
+    "transformer-140m": flat_twin(PAPER, SIZES["140m"]),
+    "transformer-370m": flat_twin(PAPER, SIZES["370m"]),
+    "transformer-770m": flat_twin(PAPER, SIZES["770m"]),
+    "transformer-1.3b": flat_twin(PAPER, SIZES["1.3b"]),
+    "parcae-rdm-nano": network(RDM_SMALL),
+    "parcae-rdm-100m": network(RDM_PAPER, SIZES["rdm-100m"]),
+    "parcae-rdm-350m": network(RDM_PAPER, SIZES["rdm-350m"]),
+    "rdm-nano": network(RDM_SMALL, RDM),
+    "rdm-100m": network(RDM_PAPER, SIZES["rdm-100m"], RDM),
+    "rdm-350m": network(RDM_PAPER, SIZES["rdm-350m"], RDM),
 }
 
 
@@ -691,12 +703,8 @@ PRESETS = {
 # The model
 
 
-MAX_LOGITS = 1 << 31  # of a micro-batch at once: 32 sequences of 2,048 tokens under 32,768 entries
-
-
 class Model(nn.Module):
-    """The three equations at the head of this file are `prelude`, `core_step` and `coda`; `unroll`
-    runs the loops between.
+    """The lines at the head of this file are `prelude`, `core_step`, `coda` and `head`; `unroll` is the loop.
 
     dtype: of activations; residual_dtype: of the residual stream and the loop's state (None: the
     same); checkpoint_loops: recompute loops in the backward pass.
@@ -722,13 +730,14 @@ class Model(nn.Module):
         self.injection = INJECTIONS[cfg.injection](cfg) if cfg.n_core else None
         self.wte = Embedding(V, d, init)
         layers = range(cfg.n_layer())
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in layers)
+        self.blocks = nn.ModuleList(BLOCKS[cfg.block](cfg, layer) for layer in layers)
         tables = {str(layer): Embedding(V, d, standard_normal) for layer in cfg.value_layers()}
         self.ve = nn.ModuleDict(tables)
         self.norm_f = RMSNorm(d)
         self.norm_e = RMSNorm(d) if cfg.n_core and cfg.prelude_norm else None
         self.C = Linear(d, d, init) if cfg.n_core and cfg.readout else None
         self.mechanism = MECHANISMS[cfg.mechanism](cfg)
+        self.causal = is_causal(cfg.seq_len)
         # numpy's arange: torch's loads the compiler where the device is "meta"
         width = d // cfg.n_head
         pairs = torch.from_numpy(np.arange(0, width, 2, dtype=np.float32))
@@ -751,8 +760,13 @@ class Model(nn.Module):
         | A_log; dt_bias; B                | 0; softplus⁻¹(-ln ssm_decay); identity                        |
         """
         for name, p in self.named_parameters():
-            own = name.removeprefix("injection.")  # under which recorded runs drew it
-            key = hash_key(seed, FOR_INIT, *own.encode())
+            if not hasattr(p, "init"):
+                raise ValueError(
+                    f"{name} has no initial value: make it with parameter(shape, init) of "
+                    "looped/ops.py, or as Linear(n_in, n_out, init) of model.py"
+                )
+            drawn_as = name.removeprefix("injection.")  # as recorded runs drew it
+            key = hash_key(seed, FOR_INIT, *drawn_as.encode())
             generator = torch.Generator().manual_seed(key & 0x7FFFFFFFFFFFFFFF)
             p.copy_(p.init(p.shape, generator))
 
@@ -766,8 +780,8 @@ class Model(nn.Module):
         x = self.run_blocks(x, self.prelude_layers, values, context)
         return x if self.norm_e is None else self.norm_e(x)
 
-    def initial_state(self, e, seeds, positions=None):
-        """h_0 (B, T, D), a function of (seed, position, channel): see STATE_INITS."""
+    def initial_state(self, e, keys, positions=None):
+        """h_0 (B, T, D), a function of (key, position, channel): see STATE_INITS."""
         B, T, D = e.shape
         std, cut = STATE_INITS[self.cfg.state_init]
         if std == 0:
@@ -775,34 +789,36 @@ class Model(nn.Module):
         if std is None:
             std = input_std(D)
         # a copy: given a view, torch recompiles whenever the tensor behind the view changes shape
-        h = hashed_normal(seeds, T, D, std, cut, positions)
+        h = hashed_normal(keys, T, D, std, cut, positions)
         return h.to(e.dtype, copy=True)
 
-    def enter_loop(self, ids, seeds, cache=None):
-        """ids (B, T), seeds (B,) -> h_0 (B, T, D) and LoopInputs; a model without a loop: the
-        prelude's output, None.
+    def enter_loop(self, ids, keys, cache=None):
+        """ids (B, T), keys (B,) int64 from `hash_keys` -> h_0 (B, T, D) and LoopInputs; without a loop:
+        the prelude's output and None.
         """
         e = self.prelude(ids, cache)
         if self.cfg.n_core == 0:
             return e, None
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
         positions = None if cache is None else cache.positions
-        h = self.initial_state(e, seeds, positions)
+        h = self.initial_state(e, keys, positions)
         values = self.values(ids, self.core_layers)
-        return h, LoopInputs(decay, write, values)
+        # (B, 1): a second dimension marks what belongs to sequences; a copy, since a view is recompiled
+        return h, LoopInputs(decay, write, values, keys[:, None].clone())
 
     def core_step(self, h, inputs: LoopInputs, index, cache=None):
-        """One loop: h (B, T, D) -> decay ⊙ h + gain ⊙ (B e) + R̄(h, e). `inject` gives the first two
-        terms; the blocks are residual and add R̄. index (B,) or (B, T): how many loops each sequence
-        (or token) has already taken.
+        """One loop, line two at the head of this file, or another injection's: h (B, T, D) -> (B, T, D).
+        index (B,): how many loops each sequence has already taken.
         """
         x = self.injection.inject(h, inputs)
         context = self.context(h, index, cache)
         out = self.run_blocks(x, self.core_layers, inputs.values, context)
         return self.injection.finish(out, x, h, inputs)
 
-    def coda(self, h, ids, cache=None):
-        """h after the last loop (B, T, D) -> the normed final hidden state (B, T, D) that the head reads."""
+    def coda(self, h, ids, inputs: LoopInputs | None, cache=None):
+        """h after the last loop (B, T, D) -> the normed final hidden state (B, T, D) that the head reads.
+        inputs: what the loops read; None for a model without a loop.
+        """
         if self.C is not None:
             h = self.C(h.to(self.dtype)).to(h.dtype)
         values = self.values(ids, self.coda_layers)
@@ -812,26 +828,23 @@ class Model(nn.Module):
 
     def values(self, ids, layers: range) -> list:
         """The tokens' rows of these layers' value tables: (B, T, D), None for a layer without."""
-        found = []
+        rows = []
         for layer in layers:
             name = str(layer)
-            own = None
-            if name in self.ve:
-                own = self.ve[name](ids).to(self.dtype)
-            found.append(own)
-        return found
+            rows.append(self.ve[name](ids).to(self.dtype) if name in self.ve else None)
+        return rows
 
     def context(self, x, index=None, cache=None) -> Context:
         """What the blocks need to know of x (B, T, …): whole sequences, or the cache's next tokens."""
         at = slice(x.size(1)) if cache is None else cache.positions
         cos = self.cos[at].to(self.dtype)
         sin = self.sin[at].to(self.dtype)
-        return Context(cos, sin, index, cache)
+        return Context(cos, sin, self.causal, index, cache)
 
     def run_blocks(self, x, layers: range, values: list, context: Context):
         """These layers, each with its entry of `values`, applied to x (B, T, D)."""
-        for layer, own in zip(layers, values, strict=True):
-            x = self.blocks[layer](x, own, context)
+        for layer, rows in zip(layers, values, strict=True):
+            x = self.blocks[layer](x, rows, context)
         return x
 
     # -- the head ---------------------------------------------------------------------------------
@@ -844,115 +857,76 @@ class Model(nn.Module):
         """x (N, D), targets (N,) -> the summed cross-entropy, nats, float32."""
         return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
-    def coda_loss(self, h, ids, targets):
+    def coda_loss(self, h, ids, targets, inputs):
         """The last loop's h (B, T, D) -> summed cross-entropy of a micro-batch, nats, float32."""
-        x = self.coda(h, ids).flatten(0, 1)
-        chunks = self.head_chunks(x, targets)
-        if len(chunks) == 1:
-            return self.head_loss(*chunks[0])
-        losses = []
-        for part, target in chunks:
-            # its logits are made again in the backward pass
-            loss = checkpoint(
-                self.head_loss, part, target, use_reentrant=False, preserve_rng_state=False
-            )
-            losses.append(loss)
-        return torch.stack(losses).sum()
+        x = self.coda(h, ids, inputs)
+        return self.head_loss(x.flatten(0, 1), targets.flatten())
 
-    def head_chunks(self, x, targets) -> list:
-        """x (N, D), targets (B, T) in pieces small enough for their logits to fit."""
-        size = max(1, MAX_LOGITS // self.cfg.vocab_size)
-        targets = targets.flatten()
-        return list(zip(x.split(size), targets.split(size), strict=True))
-
-    def token_losses(self, h, ids, targets):
+    def token_losses(self, h, ids, targets, inputs):
         """The last loop's h (B, T, D) -> cross-entropy of each token (B, T), nats, float32."""
-        x = self.coda(h, ids).flatten(0, 1)
-        losses = []
-        for part, target in self.head_chunks(x, targets):
-            logits = self.head(part).float()
-            losses.append(F.cross_entropy(logits, target, reduction="none"))
-        return torch.cat(losses).view_as(ids)
+        x = self.coda(h, ids, inputs)
+        logits = self.head(x.flatten(0, 1)).float()
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view_as(ids)
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def unroll(self, h, inputs: LoopInputs, plan: Iterable[Loop], cache=None):
-        """Runs a plan's loops from h_0 (B, T, D); yields after each what the mechanism carries, which
-        `mechanism.read` makes the state h.
+        """Runs a plan's loops from h_0 (B, T, D); after each yields the mechanism's state, which
+        `mechanism.read` turns into h.
 
-        The one loop over depth: training, evaluation and sampling all use it. The plan is read as it
-        goes, so it may depend on what was yielded. Sequences come deepest first: a loop takes the
-        first `loop.active` ones, the others keep their state.
+        Sequences come deepest first, and all end in the last loop: those with fewer loops wait, or join
+        late (the picture at `training_plan`). A loop runs the first `loop.active`; the others keep their
+        state.
         """
         mechanism = self.mechanism
         state, history = mechanism.start(h)
-        learning = False
+        with_gradient = False
         for loop in plan:
-            if loop.gradient and torch.is_grad_enabled() and not learning:
-                learning = True
-                # torch compiles another graph for states that do not require gradient: let all
-                # loops with gradient use one
-                if not state.requires_grad:
-                    state = state.detach().requires_grad_()
+            if loop.gradient and torch.is_grad_enabled() and not with_gradient:
+                # backpropagation is truncated here: gradients flow from this loop to the last
+                with_gradient = True
+                state = requiring_grad(state)
                 history = mechanism.resume(history)
             if cache is not None:
                 cache.begin_loop(loop.number, loop.live)
-            with torch.set_grad_enabled(learning):
-                active = state[: loop.active]
-                core = self.core(inputs.first(loop.active), loop.index, cache)
-                new = mechanism.step(active, history, loop.index, core)
+            with torch.set_grad_enabled(with_gradient):
+                taking = state[: loop.active]
+                cut = inputs.first(loop.active)
+                step = self.core_step
+                if self.checkpoint_loops and with_gradient:
+                    step = recomputed(step)
+                core = functools.partial(step, inputs=cut, index=loop.index, cache=cache)
+                new = mechanism.step(taking, history, loop.index, core)
                 if loop.live is not None:  # tokens that are done keep their state
-                    trailing = [1] * (new.dim() - 2)
-                    live = loop.live.view(*loop.live.shape, *trailing)
-                    new = torch.where(live, new, active)
-            whole = loop.active == len(state)
-            state = new if whole else torch.cat([new, state[loop.active :]])
+                    new = torch.where(like_state(loop.live, new), new, taking)
+            everyone = loop.active == len(state)
+            state = new if everyone else torch.cat([new, state[loop.active :]])
             yield state
 
-    def core(self, inputs: LoopInputs, index, cache=None) -> Callable:
-        """The function h -> core_step(h) of one loop."""
-        step = functools.partial(self.core_step, inputs=inputs, index=index, cache=cache)
-        if self.checkpoint_loops and torch.is_grad_enabled():
-            return functools.partial(
-                checkpoint, step, use_reentrant=False, preserve_rng_state=False
-            )
-        return step
-
-    def loss(self, ids, targets, seeds, n, k):
+    def loss(self, ids, targets, keys, n, k):
         """Summed cross-entropy of a micro-batch, nats, under truncated backpropagation through depth
         (paper, algorithm 2); and `statistics`.
 
-        ids, targets (B, T) int64; seeds (B,) int64 from `hash_key`; n, k int arrays (B,) (or (B,
-        T)) from `sample_depths`: loops without and with gradient.
+        ids, targets (B, T) int64; keys (B,) int64 from `hash_keys`; n, k int arrays (B,) from
+        `sample_depths`: loops without and with gradient, deepest sequences first.
         """
-        n = np.asarray(n)
-        k = np.asarray(k)
-        if n.ndim == 1:  # deepest first
-            order = np.argsort(-(n + k), kind="stable")
-            n = n[order]
-            k = k[order]
-            at = to_device(torch.from_numpy(order), ids.device)
-            ids = ids[at]
-            targets = targets[at]
-            seeds = seeds[at]
         ids = ids.contiguous()
         targets = targets.contiguous()
-        start, inputs = self.enter_loop(ids, seeds)
-        if inputs is None:
-            return self.coda_loss(start, ids, targets), {}
-        before = state = None
-        for new in self.unroll(start, inputs, training_plan(n, k, ids.device)):
+        h_0, inputs = self.enter_loop(ids, keys)
+        if inputs is None:  # flat: h_0 is the prelude's output
+            return self.coda_loss(h_0, ids, targets, inputs), {}
+        state = before = None  # after the last loop, and after the one before it
+        for new in self.unroll(h_0, inputs, training_plan(n, k, ids.device)):
             before, state = state, new
         h = self.mechanism.read(state)
-        previous = start
-        if before is not None:
-            previous = self.mechanism.read(before.detach())
-        loss = self.coda_loss(h, ids, targets)
+        previous = h_0 if before is None else self.mechanism.read(before.detach())
+        loss = self.coda_loss(h, ids, targets, inputs)
         return loss, self.statistics(h, previous, inputs)
 
     @torch.no_grad()
     def statistics(self, h, previous, inputs: LoopInputs) -> dict:
-        """What is logged of the state after the last loop and before it: sums over tokens."""
+        """What the log says of the state after the last loop and before it: {name: sum over tokens}."""
         change = (h - previous).float()
         stats = {
             "residual": change.norm(dim=-1).sum(),
@@ -964,23 +938,23 @@ class Model(nn.Module):
     # -- evaluation -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def states(self, ids, depths: list[int], seeds):
-        """Yields (depth, h_depth (B, T, D)) for increasing depths; deeper states continue the
-        shallower ones.
+    def states(self, ids, depths: list[int], keys):
+        """Yields (depth, h_depth (B, T, D), the loops' inputs) for increasing depths; deeper states
+        continue the shallower ones.
         """
-        h, inputs = self.enter_loop(ids, seeds)
+        h, inputs = self.enter_loop(ids, keys)
         wanted = sorted(set(depths))
         if inputs is None:
             for depth in wanted:
-                yield depth, h
+                yield depth, h, None
             return
         if wanted[0] == 0:
             state, _ = self.mechanism.start(h)
-            yield 0, self.mechanism.read(state)
+            yield 0, self.mechanism.read(state), inputs
         plan = even_plan(len(ids), wanted[-1], ids.device)
         for depth, state in enumerate(self.unroll(h, inputs, plan), 1):
             if depth in wanted:
-                yield depth, self.mechanism.read(state)
+                yield depth, self.mechanism.read(state), inputs
 
     @torch.no_grad()
     def forward(self, ids, depth: int | None = None, seed: int = 0):
@@ -992,27 +966,27 @@ class Model(nn.Module):
         """
         if ids.size(1) > self.cfg.seq_len:
             raise ValueError(f"{ids.size(1)} tokens; the model takes {self.cfg.seq_len} at most")
-        seeds = hash_keys(seed, FOR_SAMPLE, each=range(len(ids)), device=ids.device)
+        keys = hash_keys(seed, FOR_SAMPLE, each=range(len(ids)), device=ids.device)
         loops = self.cfg.mu_rec if depth is None else depth
-        return self.head(self.hidden(ids, loops, seeds))
+        return self.head(self.hidden(ids, loops, keys))
 
     @torch.no_grad()
-    def hidden(self, ids, depth: int, seeds):
+    def hidden(self, ids, depth: int, keys):
         """Normed final hidden state (B, T, D). Right padding is inert (causal)."""
-        ((_, h),) = self.states(ids, [depth], seeds)
-        return self.coda(h, ids)
+        ((_, h, inputs),) = self.states(ids, [depth], keys)
+        return self.coda(h, ids, inputs)
 
     @torch.no_grad()
-    def losses(self, ids, targets, depths: list[int], seeds) -> dict[int, torch.Tensor]:
+    def losses(self, ids, targets, depths: list[int], keys) -> dict[int, torch.Tensor]:
         """Cross-entropy of each token at each depth: {depth: (B, T) float32 nats}."""
-        found = {}
-        for depth, h in self.states(ids, depths, seeds):
-            found[depth] = self.token_losses(h, ids, targets)
-        return found
+        by_depth = {}
+        for depth, h, inputs in self.states(ids, depths, keys):
+            by_depth[depth] = self.token_losses(h, ids, targets, inputs)
+        return by_depth
 
     def spectra(self) -> dict:
-        """Spectral radius and norm of the carry Ā, norms of the input matrix B̄ and of C; None if
-        the model has no such matrix.
+        """Spectral radius and norm of the carry, norms of what multiplies e and of C; None where the
+        model has no such part.
 
         They describe the linear path alone: not the blocks, and not the mechanism.
         """
@@ -1061,25 +1035,22 @@ class Model(nn.Module):
         return model
 
 
-@functools.cache
-def forward_flops(settings: tuple, tokens: int) -> tuple[float, float]:
-    """FLOPs per token of rows of so many tokens, counted as they run: of a forward pass outside the
-    loop, and of one loop. settings: a ModelConfig's.
+def recomputed(step):
+    """A loop whose activations are computed again in the backward pass, not kept."""
+    return functools.partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False)
+
+
+def requiring_grad(state):
+    """A state that requires gradient. torch compiles another graph for one that does not: let all loops
+    with gradient use one.
     """
-    with torch.device("meta"):
-        model = Model(ModelConfig(*settings)).to("meta")
-        ids = torch.zeros(1, tokens, dtype=torch.int64)
-        seeds = index = torch.zeros(1, dtype=torch.int64)
-    with FlopCounterMode(display=False) as once:
-        h, inputs = model.enter_loop(ids, seeds)
-        model.head(model.coda(h, ids))
-    loop = FlopCounterMode(display=False)
-    if inputs is not None:
-        state, history = model.mechanism.start(h)
-        with loop:
-            core = model.core(inputs, index)
-            model.mechanism.step(state, history, index, core)
-    return once.get_total_flops() / tokens, loop.get_total_flops() / tokens
+    return state if state.requires_grad else state.detach().requires_grad_()
+
+
+def like_state(live, state):
+    """live (B, T) with as many dimensions as a state (B, T, …)."""
+    trailing = [1] * (state.dim() - 2)
+    return live.view(*live.shape, *trailing)
 
 
 def parameter_count(cfg: ModelConfig) -> int:
@@ -1093,29 +1064,41 @@ def parameter_count(cfg: ModelConfig) -> int:
 
 
 def config_of(settings: dict) -> ModelConfig:
-    """A ModelConfig from a run's settings: unknown ones are ignored, missing ones take defaults."""
-    known = {f.name for f in fields(ModelConfig)}
-    own = {name: value for name, value in settings.items() if name in known}
-    return ModelConfig(**own)
+    """A ModelConfig from a run's settings; missing ones take defaults.
+
+    Raises ValueError for settings that this code does not know: it would compute another function.
+    """
+    names = {f.name for f in fields(ModelConfig)}
+    unknown = settings.keys() - names
+    if unknown:
+        raise ValueError(f"this code has no setting {', '.join(sorted(unknown))}")
+    return ModelConfig(**settings)
 
 
 def load_run(run_dir, device: str = "cpu", dtype: torch.dtype | None = None):
-    """A finished or running training run -> (model in eval state, ModelConfig, config.json as a
-    dict, with the name of its newest checkpoint, which is read).
+    """A finished or running training run -> (model in eval state, config.json as a dict with
+    "checkpoint", the name of the newest one, which is read).
+
+    Notes where other code trained the run. Raises FileNotFoundError without a checkpoint, ValueError
+    for a checkpoint or settings of another model.
     """
     run = Path(run_dir)
     path = newest_checkpoint(run)
     if path is None:
-        raise FileNotFoundError(f"{run} has no checkpoint (step_*.pt)")
+        inside = sorted({file.parent.name for file in run.glob("*/step_*.pt")})
+        runs = f"; the runs in it are {', '.join(inside)}" if inside else ""
+        raise FileNotFoundError(f"{run} has no checkpoint (step_*.pt){runs}")
     config = json.loads((run / "config.json").read_text())
     cfg = config_of(config["model"])
+    if config.get("code", code_hash()) != code_hash():
+        commit = config["git"]["commit"] or "unknown"
+        note(f"{run} was trained by other code (commit {commit:.10}), which may compute otherwise")
     residual = config.get("args", {}).get("residual_dtype", "auto")
-    own_dtype = config.get("dtype", "float32")
-    model = Model(cfg, dtype or getattr(torch, own_dtype))
+    model = Model(cfg, dtype or getattr(torch, config.get("dtype", "float32")))
     if dtype is None and residual != "auto":
         model.residual_dtype = getattr(torch, residual)
     try:
         model.load_state_dict(read_checkpoint(path)["model"])
     except RuntimeError as e:
         raise ValueError(f"{path} is of another model than {run / 'config.json'}") from e
-    return model.to(device).eval(), cfg, config | {"checkpoint": path.name}
+    return model.to(device).eval(), config | {"checkpoint": path.name}

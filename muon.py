@@ -8,9 +8,9 @@ r-th part of every buffer: it receives that part of the summed gradient, keeps t
 part only, updates it, and gathers the rest. That is ZeRO-1: the whole gradient stays on every rank.
 Each buffer takes one collective each way and one batched update, with no copies.
 
-A new optimiser needs a class like AdamW below, with state of its buffer's shape (N,) and every
-change multiplied by `ok`; and in train.py a function for its parameter groups, with a line in
-OPTIMIZERS.
+A new optimiser needs a class like AdamW below: `stacked` and `separate` say how its parameters are
+laid out, `new_state` makes tensors of the buffer's length, `apply` multiplies every change by `ok`.
+In train.py it needs a function for its parameter groups, with a line in OPTIMIZERS.
 
 Sources: Muon (Jordan et al. 2024), Polar Express (arXiv 2505.16932), NorMuon's factored variance
 reduction (arXiv 2510.05491), cautious weight decay; values of the paper's table "Hyperparameter …
@@ -31,7 +31,11 @@ POLAR_EXPRESS = (  # arXiv 2505.16932, five steps
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-LARGE = 1 << 20  # from this many numbers on, a table has its own buffer
+LARGE = 1 << 20  # elements from which on a table has a buffer to itself
+
+# torch 2.11 has only the second name of each, and torch 2.13 warns that it will go
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass
@@ -44,8 +48,8 @@ class Rates:
 
 
 # -------------------------------------------------------------------------------------------------
-# Updates, in place. ok: 1, or 0 if a loss or gradient is not finite: then nothing changes. Rates
-# and ok are tensors on the device, so that nothing waits for it and nothing is compiled anew.
+# Updates, in place. ok: 1, or 0 if the loss or a gradient is not finite: then nothing changes. Rates
+# and ok are 0-d tensors on the device, so that nothing waits for it and nothing is compiled anew.
 
 
 def polar_express(g: torch.Tensor) -> torch.Tensor:
@@ -70,8 +74,8 @@ def polar_express(g: torch.Tensor) -> torch.Tensor:
 def muon_update(p, g, state: dict, rates, ok):
     """One Muon step on a stack of matrices p, g (N, rows, cols).
 
-    rates: learning rate, weight decay, momentum, 1 - momentum. state["first"] is the momentum;
-    state["second"], (N, rows, 1) or (N, 1, cols), NorMuon's running mean square of the
+    rates: learning rate, weight decay, momentum, 1 - momentum. state["first"] (N, rows, cols) is the
+    momentum. state["second"], (N, rows, 1) or (N, 1, cols), is NorMuon's running mean square of the
     orthogonalised update over its shorter direction: dividing by its root evens out the neurons,
     and the update's norm is then put back to what it was. Weight decay does not act where update and
     weight differ in sign.
@@ -97,8 +101,8 @@ def muon_update(p, g, state: dict, rates, ok):
 
 
 def adamw_update(p, g, state: dict, lr, step, ok, constants: tuple):
-    """One Adam step without weight decay. p, g (N,); lr 0-d or (N,); step (from 1) 0-d; constants:
-    beta1, beta2, eps.
+    """One Adam step without weight decay. p, g, state["first"] and state["second"] (N,); lr and step
+    (from 1) 0-d tensors; constants: beta1, beta2, eps.
 
     eps = 0 means none: an element that never had a gradient stays, rather than becoming 0 / 0. The
     divisor is at least 1e-18: otherwise a gradient whose square underflows to 0 in float32, as for
@@ -122,6 +126,7 @@ class Muon:
     """For matrices (paper, table of groups): stacked by shape."""
 
     stacked = True
+    separate = False
 
     def __init__(self, lr: float = 8e-3, weight_decay: float = 0.2, compile: bool = False):
         self.lr = lr
@@ -134,22 +139,24 @@ class Muon:
         return {"first": torch.zeros_like(p), "second": p.new_zeros(factor)}
 
     def apply(self, buffer: "Buffer", rates: Rates, step, ok) -> None:
-        held = len(buffer.members[buffer.part])  # this rank's matrices; padding may follow
-        if held == 0:
+        # a matrix is one entry of the buffer, so this counts the rank's; padding may follow them
+        count = len(buffer.members[buffer.part])
+        if count == 0:
             return
         lr = rates.lr * self.lr * buffer.lr
         weight_decay = rates.weight_decay * self.weight_decay
         numbers = (lr, weight_decay, rates.momentum, 1 - rates.momentum)
         on_device = [torch.full((), number, device=ok.device) for number in numbers]
-        state = {name: tensor[:held] for name, tensor in buffer.state.items()}
-        self.update(buffer.p[:held], buffer.g[:held], state, on_device, ok)
+        state = {name: tensor[:count] for name, tensor in buffer.state.items()}
+        self.update(buffer.p[:count], buffer.g[:count], state, on_device, ok)
 
 
 class AdamW:
     """For everything else, laid end to end.
 
     update_clip divides the rate of a tensor by max(1, RMS of gradient / root of its second moment)
-    (Wortsman et al. 2023; the RDM's setting). Weight decay is 0.
+    (Wortsman et al. 2023; the RDM's setting); each tensor then has a buffer to itself. Weight decay
+    is 0.
     """
 
     stacked = False
@@ -160,7 +167,7 @@ class AdamW:
         self.lr = lr
         self.betas = betas
         self.eps = eps
-        self.update_clip = update_clip
+        self.separate = update_clip
         self.update = torch.compile(adamw_update, dynamic=False) if compile else adamw_update
 
     def new_state(self, p: torch.Tensor) -> dict:
@@ -168,30 +175,23 @@ class AdamW:
 
     def apply(self, buffer: "Buffer", rates: Rates, step, ok) -> None:
         lr = torch.full((), rates.lr * self.lr * buffer.lr, device=ok.device)
-        if self.update_clip:
-            lr = self.clipped_rate(buffer, lr, step)
+        if self.separate:
+            lr = lr / self.excess(buffer, step)
         constants = (*self.betas, self.eps)
         self.update(buffer.p, buffer.g, buffer.state, lr, step, ok, constants)
 
-    def clipped_rate(self, buffer: "Buffer", lr, step):
-        """The learning rate of each element of this rank's part, (N,), after update clipping."""
+    def excess(self, buffer: "Buffer", step):
+        """What update clipping divides the buffer's learning rate by, 0-d, at least 1."""
         g2 = buffer.g.square()
         beta2 = self.betas[1]
         second = buffer.state["second"].lerp(g2, 1 - beta2)
         second = second / (1 - beta2**step)
-        ratio = g2 / second.clamp_min(1e-30)
-        lengths = buffer.lengths_here()
-        *own, _ = ratio.split(lengths)
-        means = []
-        for (_, p), ratios in zip(buffer.members, own, strict=True):
-            means.append(ratios.sum() / p.numel())
-        means = torch.stack(means)
+        total = (g2 / second.clamp_min(1e-30)).sum()
         if len(buffer.p) < len(buffer.data):  # the rest is other ranks'
-            dist.all_reduce(means)
-        clipped = lr / means.sqrt().clamp(min=1)
-        rates = [*clipped, lr]  # of each tensor, and of the padding
-        parts = [rate.expand(n) for rate, n in zip(rates, lengths, strict=True)]
-        return torch.cat(parts)
+            dist.all_reduce(total)
+        (_, p), *_ = buffer.members
+        mean = total / p.numel()
+        return mean.sqrt().clamp(min=1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -206,24 +206,25 @@ class Buffer:
     def __init__(self, rule, members: list, rank: int, world: int):
         self.rule = rule
         self.members = members  # (name, parameter)
-        self.lr = own_rate(members[0][1])  # a multiple of the rule's
-        self.spans = []  # of each member
+        self.lr = rate_multiple(members[0][1])  # a multiple of the rule's
+        self.spans = []  # where each member lies
         end = 0
         for _, p in members:
             start = end
             end += 1 if rule.stacked else p.numel()
             self.spans.append(slice(start, end))
-        own = math.ceil(end / world)
-        self.part = slice(rank * own, (rank + 1) * own)
+        length = math.ceil(end / world)
+        self.part = slice(rank * length, (rank + 1) * length)
         like = members[0][1]
         unit = like.shape if rule.stacked else ()
-        self.data = torch.zeros(own * world, *unit, device=like.device)
+        self.data = torch.zeros(length * world, *unit, device=like.device)
         self.grad = torch.zeros_like(self.data)
         views = zip(members, self.views(self.data), self.views(self.grad), strict=True)
         for (_, p), (_, data), (_, grad) in views:
             data.copy_(p.data)
             p.data = data
-            p.grad = grad.data  # not known as a view, which Dynamo would guard
+            # .data: torch.compile (2.13) fails at a parameter whose gradient it sees to be a view
+            p.grad = grad.data
         self.p = self.data[self.part]
         self.g = self.grad[self.part]
         self.state = rule.new_state(self.p)  # {name: tensor}
@@ -234,33 +235,24 @@ class Buffer:
             view = whole[span]
             yield name, view[0] if self.rule.stacked else view.view(p.shape)
 
-    def lengths_here(self) -> list[int]:
-        """How much of each member is in this rank's part, and then the padding."""
-        lengths = []
-        for span in self.spans:
-            start = max(span.start, self.part.start)
-            stop = min(span.stop, self.part.stop)
-            lengths.append(max(0, stop - start))
-        return [*lengths, len(self.p) - sum(lengths)]
 
-
-def own_rate(p: torch.Tensor) -> float:
-    """The parameter's own multiple of its rule's learning rate: its attribute lr, if it has one."""
+def rate_multiple(p: torch.Tensor) -> float:
+    """The multiple of its rule's learning rate that a parameter has as its attribute lr; else 1."""
     return getattr(p, "lr", 1.0)
 
 
 def members_of_buffers(rule, members: list) -> list[list]:
-    """The parameters of each buffer, all of one rate: matrices of one shape; each large table; the
-    rest.
+    """The parameters of each buffer, all with one multiple of the rate: matrices of one shape; or
+    each large table by itself, and the rest together; or, for a separate rule, each by itself.
     """
     kinds: dict = {}
     for name, p in members:
         kind = "rest"
         if rule.stacked:
             kind = tuple(p.shape)
-        elif p.numel() >= LARGE:
+        elif rule.separate or p.numel() >= LARGE:
             kind = name
-        kinds.setdefault((own_rate(p), kind), []).append((name, p))
+        kinds.setdefault((rate_multiple(p), kind), []).append((name, p))
     # the last first: their order decides how sums are rounded, and with it recorded runs' last bits
     return [same[::-1] for same in kinds.values()]
 
@@ -285,43 +277,44 @@ class Optimizer:
         self.steps = torch.zeros((), device=self.buffers[0].data.device)  # Adam's bias correction
 
     @torch.no_grad()
-    def step(self, rates: Rates, own: dict) -> dict:
-        """One update. own: this rank's "loss", and other scalars on the device.
+    def step(self, rates: Rates, sums: dict) -> dict:
+        """One update. sums: this rank's sums over the step's batch, scalars on the device; "loss" is
+        one of them.
 
-        Returns "grad_norm2", the squared gradient norm before clipping, and the sums of `own` over
-        the ranks, on the device. If the norm or the loss is not finite, no rank changes anything.
-        Nothing here waits for the device.
+        Returns their sums over the ranks, and "grad_norm2", the squared norm of the gradient before
+        clipping, and "ok": 1, or 0 if that norm or the loss is not finite; then no rank has changed
+        anything. All are scalars on the device, and nothing here waits for it.
         """
         if self.world > 1:
             self._reduce_gradients()
         squares = torch.stack([buffer.g.square().sum() for buffer in self.buffers])
-        totals = torch.stack([squares.sum(), *own.values()])
+        totals = torch.stack([squares.sum(), *sums.values()])
         if self.world > 1:
             dist.all_reduce(totals)
-        out = dict(zip(["grad_norm2", *own], totals, strict=True))
-        finite = (out["grad_norm2"] + out["loss"]).isfinite()
+        norm2, *values = totals
+        summed = dict(zip(sums, values, strict=True))
+        finite = (norm2 + summed["loss"]).isfinite()
         ok = finite.float()
         self.steps += ok
         step = self.steps.clamp(min=1)
-        norm = out["grad_norm2"].sqrt()
-        clipped = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        clipped = (self.clip / (norm2.sqrt() + 1e-6)).clamp(max=1.0)
         scale = torch.where(finite, clipped, 0.0)
         gathers = []
         for buffer in self.buffers:
             buffer.g.mul_(scale).nan_to_num_(0.0, 0.0, 0.0)
             buffer.rule.apply(buffer, rates, step, ok)
             if self.world > 1:  # gathered while the next buffer is updated
-                gathers.append(dist.all_gather_single(buffer.data, buffer.p, async_op=True))
+                gathers.append(all_gather(buffer.data, buffer.p, async_op=True))
         for work in gathers:
             work.wait()
         self.zero_grad()
-        return out
+        return summed | {"grad_norm2": norm2, "ok": ok}
 
     def _reduce_gradients(self) -> None:
         """Sums each buffer's gradients over the ranks, each part in place on the rank that owns it."""
         sent = []
         for buffer in self.buffers:
-            sent.append(dist.reduce_scatter_single(buffer.g, buffer.grad, async_op=True))
+            sent.append(reduce_scatter(buffer.g, buffer.grad, async_op=True))
         for work in sent:
             work.wait()
 
@@ -341,7 +334,7 @@ class Optimizer:
                 whole = part
                 if self.world > 1:
                     whole = part.new_empty(part.size(0) * self.world, *part.shape[1:])
-                    dist.all_gather_single(whole, part)
+                    all_gather(whole, part)
                 if self.rank == 0:
                     named = state.setdefault(key, {})
                     for name, view in buffer.views(whole):

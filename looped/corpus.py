@@ -1,9 +1,10 @@
 """Documents: the offline corpus, the FineWeb-Edu download, and reading .parquet, .jsonl and .txt.
 
-A folder of texts becomes shards, the first for validation. Files named test, val, valid,
-validation, dev or eval are never trained on, and validation comes from them. Where there are none,
-validation is the last .parquet or .jsonl file of several, else one document in so many, chosen by
-its hash. A document of the validation set is never trained on, wherever else it stands.
+A folder of texts becomes shards, the first for validation. Validation is the file that --val names;
+else, in a folder of FineWeb-Edu's form (shard_00000.parquet, shard_00001.parquet, …), the last
+shard; else one document in so many, chosen by its hash, over all files. A folder with a file whose
+name says that it is held out (test, validation, …) is refused without --val or --all-files. A
+validation document is never trained on, wherever else it stands.
 """
 
 import glob
@@ -21,9 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import requests
 
-from looped.common import fail, note, write_atomic
+from looped.common import Parser, fail, note, write_atomic
 
 REPO = "karpathy/fineweb-edu-100b-shuffle"  # on huggingface.co
 VAL_SHARD = 1822  # its last shard
@@ -101,17 +103,13 @@ class Shard:
 
     name: str
     paths: list[Path]
-    one_in: int = 0  # one document in so many is for validation; 0: by files
-    validation: bool = False
+    cut: int = 0  # of a split by hash: documents whose hash is below it are for validation
+    below: bool = False  # True: the documents below the cut; False: the others
     held_out: frozenset = frozenset()  # hashes of validation documents, which are left out
-    published: bool = False  # FineWeb-Edu's own split: they are counted only
-
-    @property
-    def bytes(self):
-        return sum(path.stat().st_size for path in self.paths)
 
 
 def text_hash(text):
+    """A number of 64 bits."""
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -124,51 +122,86 @@ def texts(shard, counts):
                 counts["empty documents"] += 1
                 continue
             key = text_hash(text)
-            if shard.one_in and (key % shard.one_in == 0) != shard.validation:
+            if (key < shard.cut) != shard.below:
                 continue
-            if key in shard.held_out and shard.published:
-                counts["also in validation (the published split, kept)"] += 1
-            elif key in shard.held_out:
+            if key in shard.held_out:
                 counts["left out, being in validation"] += 1
                 continue
             yield text
 
 
-# A file or folder whose name ends so, numbers apart: test, GPT4-valid, validation-00000-of-00001
+# ---- the shards of a folder
+
+
+# fmt: off
+def add_text_flags(add):
+    """The flags that find_shards needs."""
+    add("--texts", type=Path, required=True,
+        help="folder of .parquet (column text), .jsonl (key text) or .txt files; a .txt document "
+             "ends at a line such as <|endoftext|>, or at the first blank line after 10,000 "
+             "characters")
+    add_choice_flags(add)
+
+
+def add_choice_flags(add):
+    """The flags that choose among a folder's files."""
+    add("--val", type=Path, metavar="FILE",
+        help="file whose documents are the validation (default: the last of FineWeb-Edu's shards, "
+             "or one document in so many of all files)")
+    add("--all-files", action="store_true",
+        help="train on files whose names say that they are held out (test, validation, …), too")
+# fmt: on
+
+
+LETTER = r"[^\W\d_]"
+# A word between non-letters: my_validation_file, test2019, devset, flores/devtest; not latest, valley
 HELD_OUT = re.compile(
-    r"(.*[-_. ])?(test|val|valid|validation|dev|eval)([-_.]?(of|[0-9a-f]*\d[0-9a-f]*))*", re.I
+    rf"(?<!{LETTER})(test|testing|val|valid|validation|dev|eval|evaluation)"
+    rf"(set|data|split|file|test)?s?(?!{LETTER})",
+    re.IGNORECASE,
 )
+SHARD_NAME = re.compile(r"shard_\d{5}\.parquet")  # FineWeb-Edu's
 
 
-def held_out_name(name):
-    """The name that keeps a file out of training, "" if none does."""
-    for part in (*name.parent.parts, name.stem):
-        match = HELD_OUT.fullmatch(part)
-        if match:
-            return match[2].lower()
-    return ""
-
-
-def is_table(name):
-    return name.suffix.lower() != ".txt"
-
-
-def make_shards(folder, names, **options):
-    """A Shard of each table, and one of all .txt files."""
-    groups = [[name] for name in names if is_table(name)]
-    groups.append([name for name in names if not is_table(name)])
-    return [as_shard(folder, group, **options) for group in groups if group]
-
-
-def as_shard(folder, names, **options):
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return Shard(f"{names[0]}{others}", [folder / name for name in names], **options)
+def find_shards(folder, val=None, all_files=False):
+    """The Shards of a folder, that for validation first. val: the file that is the validation."""
+    if val and not (val.is_file() and val.suffix.lower() in READERS):
+        fail(f"--val {val} is no .parquet, .jsonl or .txt file")
+    names = [n for n in text_files(folder) if not val or not (folder / n).samefile(val)]
+    if not all_files:
+        names = without_held_out(folder, names, val)
+    if not names:
+        fail(f"no .parquet, .jsonl or .txt file to train on in the folder {folder}")
+    if not val and len(names) > 1 and all(SHARD_NAME.fullmatch(str(name)) for name in names):
+        val = folder / names.pop()
+    if not val:
+        return shards_by_hash(folder, names)
+    validation = Shard(val.name, [val])
+    hashes = frozenset(map(text_hash, texts(validation, Counter())))
+    return [validation, *make_shards(folder, names, held_out=hashes)]
 
 
 def text_files(folder):
     """Their names, in order; none that begins with a dot, nor below a folder that does."""
     names = sorted(map(Path, glob.glob("**/*", root_dir=folder, recursive=True)))
     return [n for n in names if n.suffix.lower() in READERS and (folder / n).is_file()]
+
+
+def without_held_out(folder, names, val):
+    """The names that do not say "held out". Others are refused, or, beside val, left out."""
+    held_out = [name for name in names if HELD_OUT.search(name.as_posix())]
+    if not held_out:
+        return names
+    named = f"{folder} has {listed(held_out)}, named like held-out data"
+    if not val:
+        fail(f"{named}; move it away, or give --val FILE (the validation) or --all-files")
+    note(f"{named}, which is left out; with --all-files it is trained on")
+    return [name for name in names if not HELD_OUT.search(name.as_posix())]
+
+
+def listed(names):
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{others}"
 
 
 def shards_by_hash(folder, names):
@@ -179,31 +212,70 @@ def shards_by_hash(folder, names):
         one_in = 10
     elif size < 1e9:
         one_in = 100
-    val = as_shard(folder, names, one_in=one_in, validation=True)
-    val.name = f"1 document in {one_in} by content hash"
-    return [val, *make_shards(folder, names, one_in=one_in)]
+    paths = [folder / name for name in names]
+    cut, rule = split_by_hash(texts(Shard("", paths), Counter()), one_in)
+    return [Shard(rule, paths, cut, below=True), *make_shards(folder, names, cut=cut)]
 
 
-def find_shards(folder):
-    """The Shards of a folder, that for validation first."""
-    kinds = {name: held_out_name(name) for name in text_files(folder)}
-    train = [name for name, kind in kinds.items() if not kind]
-    apart = [name for name, kind in kinds.items() if kind]
-    tables = list(filter(is_table, train))
-    if not train:
-        fail(f"no .parquet, .jsonl or .txt file to train on in {folder}")
-    if apart:
-        chosen = [name for name in apart if kinds[name] != "test"] or apart
-        note(f"validation is {', '.join(map(str, chosen))}; no file named so is trained on")
-    elif len(tables) > 1:
-        chosen = tables[-1:]
-        train.remove(tables[-1])
-    else:
-        return shards_by_hash(folder, train)
-    val = as_shard(folder, chosen)
-    hashes = frozenset(map(text_hash, texts(val, Counter())))
-    published = val.name == shard_name(VAL_SHARD)
-    return [val, *make_shards(folder, train, held_out=hashes, published=published)]
+def split_by_hash(documents, one_in):
+    """-> (the hash below which a document is for validation, the rule in words).
+
+    Of few documents a fixed part of the hashes may hold none, or all. So the documents of the
+    lowest hashes are taken, until they hold 1/one_in of the text or one document is left.
+    """
+    sizes = Counter()  # characters by hash
+    for text in documents:
+        sizes[text_hash(text)] += len(text)
+        if len(sizes) == 10 * one_in:
+            return 2**64 // one_in, f"1 document in {one_in} by content hash"
+    if not sizes:
+        fail("the files to train on hold no text")
+    hashes = sorted(sizes)
+    totals = np.cumsum([sizes[key] for key in hashes])
+    n = 1 + int(np.searchsorted(totals, totals[-1] / one_in))
+    n = min(n, len(hashes) - 1)
+    return hashes[n], f"{n} of {len(hashes)} documents by content hash"
+
+
+def make_shards(folder, names, **options):
+    """A Shard of each .parquet and .jsonl file, and one of all .txt files."""
+    groups = [[name] for name in names if name.suffix.lower() != ".txt"]
+    groups.append([name for name in names if name.suffix.lower() == ".txt"])
+    shards = []
+    for group in filter(None, groups):
+        shards.append(Shard(listed(group), [folder / name for name in group], **options))
+    return shards
+
+
+# ---- what rows and tokenizers are made of
+
+HASHED = 1 << 24  # bytes of a file: all of most files, and seconds for 100 GB of shards
+
+
+def fingerprints(folder, shards):
+    """{name of a file, as seen from the folder: its bytes, and the hash of its beginning}"""
+    prints = {}
+    for path in sorted({path for shard in shards for path in shard.paths}):
+        with open(path, "rb") as file:
+            digest = hashlib.sha256(file.read(HASHED))
+        prints[os.path.relpath(path, folder)] = f"{path.stat().st_size} {digest.hexdigest()}"
+    return prints
+
+
+def check_same(path, texts, before, now):
+    """Refuses what was made of other files or with other settings. before, now: {setting: value},
+    "files" among them.
+    """
+    advice = f"delete {path}, or choose another --out"
+    old, new = before["files"], now["files"]
+    changed = [f"{name} was added" for name in new if name not in old]
+    changed += [f"{name} is gone" for name in old if name not in new]
+    changed += [f"{name} has changed" for name in new if new[name] != old.get(name, new[name])]
+    if changed:
+        fail(f"{texts} is not what {path} was made of: {listed(changed)}; {advice}")
+    for name, value in now.items():
+        if before[name] != value:
+            fail(f"{path} was made with {name} {before[name]}, not {value}; {advice}")
 
 
 def shard_name(i):
@@ -265,6 +337,7 @@ def build_stdlib(out):
 def fetch_once(url, path):
     with requests.get(url, stream=True, timeout=(10, 60)) as response:
         response.raise_for_status()
+        path.parent.mkdir(parents=True, exist_ok=True)
 
         def write(file):
             file.writelines(response.iter_content(1 << 20))
@@ -291,17 +364,34 @@ def download(out, shards):
     cannot be had.
     """
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    out.mkdir(parents=True, exist_ok=True)
     paths = [out / shard_name(i) for i in (VAL_SHARD, *range(shards))]
     todo = [path for path in paths if not path.exists()]
     urls = [f"{host}/datasets/{REPO}/resolve/main/{path.name}" for path in todo]
     need = len(todo) * SHARD_BYTES / 1e9
-    free = shutil.disk_usage(out).free / 1e9
-    about = f"{len(todo)} of {len(paths)} shards to fetch, about {need:.1f} GB"
-    print(f"{out}: {about}; {free:.1f} GB are free", flush=True)
+    disk = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(disk).free / 1e9
+    amount = f"{len(todo)} of {len(paths)} shards to fetch, about {need:.1f} GB"
+    print(f"{out}: {amount}; {free:.1f} GB are free", flush=True)
     pool = ThreadPoolExecutor(DOWNLOADS)
     for path, reason in zip(todo, pool.map(fetch_file, urls, todo)):
         if reason:
             pool.shutdown(cancel_futures=True)
             fail(f"{path.name} is missing ({reason}); run the same command again, it continues")
         print(f"{path.name}: here", flush=True)
+
+
+# ---- python -m looped.corpus FOLDER: a key of one's own texts, other where a file is added or changed
+
+
+def main():
+    parser = Parser(description="Prints a short hash of a folder's text files.")
+    parser.add_argument("folder", type=Path)
+    add_choice_flags(parser.add_argument)
+    args = parser.parse_args()
+    prints = fingerprints(args.folder, find_shards(args.folder, args.val, args.all_files))
+    content = json.dumps([str(args.folder.resolve()), prints])
+    print(hashlib.sha256(content.encode()).hexdigest()[:8])
+
+
+if __name__ == "__main__":
+    main()

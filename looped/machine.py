@@ -1,8 +1,9 @@
-"""The machine: ranks and devices, what the processor can do, versions."""
+"""The machine: ranks and devices, what the processor can do, and what is recorded of code and versions."""
 
 import ast
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -10,6 +11,7 @@ import re
 import resource
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +23,6 @@ import torch.distributed.nn  # before a group exists: its defaults would keep th
 from looped.common import fail
 
 ROOT = Path(__file__).parents[1]
-UNDECIDING = {"core_eval.py", "tokenizer_train.py"}
 DEVICES = ("auto", "cuda", "mps", "cpu")
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
@@ -34,16 +35,16 @@ PEAK_FLOPS = {
 }  # dense bfloat16; the first whose name is part of the device's
 
 
-class Place(NamedTuple):
-    """Where this process runs."""
+class Rank(NamedTuple):
+    """This process among those that torchrun started."""
 
-    rank: int
-    world: int  # ranks in all
+    number: int
+    world: int  # how many ranks there are
     device: torch.device
 
     def say(self, text: str) -> None:
         """Prints on rank 0."""
-        if self.rank == 0:
+        if self.number == 0:
             print(text, flush=True)
 
     @property
@@ -55,54 +56,73 @@ class Place(NamedTuple):
             dist.barrier()
 
     def all(self, fine: bool) -> bool:
-        """Whether it is so on every rank."""
+        """Whether all ranks are fine; every rank calls it."""
         if self.world == 1:
             return fine
-        found = torch.tensor(float(fine), device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-        return found.item() > 0
+        least = torch.tensor(float(fine), device=self.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return least.item() > 0
 
 
-ONE_PROCESS = Place(0, 1, torch.device("cpu"))
+ONE_PROCESS = Rank(0, 1, torch.device("cpu"))
 
 
-def connect(device_name: str) -> Place:
+def connect(device_name: str) -> Rank:
     """Joins the ranks that torchrun started, if any, each with a device of the given kind."""
-    rank = int(os.environ.get("RANK", 0))
+    number = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if device_name == "auto":
-        device_name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device_name)
-    if device_name == "cuda":
-        # freed memory of one shape serves another: the loop's active rows change all the time
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        if local >= torch.cuda.device_count():
-            fail(f"--device cuda: process {local} finds {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = True
+    device = pick_device(device_name, int(os.environ.get("LOCAL_RANK", 0)))
+    tune_malloc()
+    if world > 1:
+        gpu = device if device.type == "cuda" else None
+        # ranks wait for rank 0 while it packs rows, fetches data or writes to a slow disk
+        patience = timedelta(hours=1)
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, timeout=patience)
+    return Rank(number, world, device)
+
+
+def pick_device(name: str, local: int) -> torch.device:
+    """The device of this machine's process number `local`. Ends the program where a GPU is there that
+    torch cannot use: a large model on the CPU would seem to hang.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        if name == "cpu" and Path("/dev/nvidia0").exists() and not hidden:
+            fail(
+                f"torch {torch.__version__} cannot use this machine's GPU: its driver is older than "
+                f"CUDA {torch.version.cuda}; update the driver, or say --device cpu"
+            )
+    if name != "cuda":
+        return torch.device(name)
+    # freed memory of one shape serves another: the loop's active rows change all the time
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if local >= torch.cuda.device_count():
+        fail(f"--device cuda: process {local} finds {torch.cuda.device_count()} GPUs")
+    torch.cuda.set_device(local)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return torch.device("cuda", local)
+
+
+def tune_malloc() -> None:
+    """glibc would return large blocks to the system when they are freed, and each training step would
+    fault them in again: a tenth of a step's time on a CPU.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        # glibc would return large blocks to the system when they are freed, and each training step
-        # would fault them in again: a tenth of a step's time on a CPU
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-    if world > 1:
-        gpu = device if device_name == "cuda" else None
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu)
-    return Place(rank, world, device)
 
 
-def disconnect(place: Place) -> None:
+def disconnect(rank: Rank) -> None:
     """Waits until rank 0 has written everything."""
-    place.barrier()
-    if place.world > 1:
+    rank.barrier()
+    if rank.world > 1:
         dist.destroy_process_group()
 
 
 def best_dtype(device: torch.device) -> str:
-    """Whichever this device's matrix products are faster in."""
+    """The name of the dtype in which this device multiplies matrices faster."""
     fast = False
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -122,25 +142,52 @@ def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
 # What is recorded of a run's code and machine
 
 
-def code_hash(root: Path = ROOT) -> str:
-    """A hash of the syntax trees of the files that decide a training's numbers, docstrings left out:
-    comments and layout change nothing.
-    """
+def code_files(root: Path = ROOT, script: str = "train.py") -> list[Path]:
+    """The files of ours that a script imports, in functions too."""
+    files = set()
+    waiting = [root / script]
+    while waiting:
+        file = waiting.pop()
+        if file.exists() and file not in files:
+            files.add(file)
+            for name in imports(file):
+                module = root.joinpath(*name.split("."))
+                waiting += [module.with_suffix(".py"), module / "__init__.py"]
+    return sorted(files)
+
+
+def imports(file: Path) -> set[str]:
+    """Names that may be modules: of `from a.b import c` a, a.b and a.b.c."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        found = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in found:
+            parts = name.split(".")
+            names |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+    return names
+
+
+def syntax_tree(file: Path) -> ast.Module:
+    """A file's code without docstrings, comments and layout."""
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        may_have_one = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if may_have_one and ast.get_docstring(node):
+            node.body = node.body[1:]
+    return tree
+
+
+@functools.cache
+def code_hash(root: Path = ROOT, script: str = "train.py") -> str:
+    """A hash of the syntax trees of what decides a script's numbers."""
     digest = hashlib.sha256()
-    for file in deciding_files(root):
-        tree = ast.parse(file.read_bytes())
-        for node in ast.walk(tree):
-            may_have_one = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            if may_have_one and ast.get_docstring(node):
-                node.body = node.body[1:]
-        digest.update(ast.dump(tree).encode())
+    for file in code_files(root, script):
+        digest.update(ast.dump(syntax_tree(file)).encode())
     return digest.hexdigest()
-
-
-def deciding_files(root: Path) -> list[Path]:
-    """Scripts beside train.py, added ones included, and looped/."""
-    beside = [path for path in root.glob("*.py") if path.name not in UNDECIDING]
-    return sorted(beside) + sorted(root.glob("looped/*.py"))
 
 
 def git(*command: str) -> str | None:
@@ -154,7 +201,11 @@ def git(*command: str) -> str | None:
 def environment() -> dict:
     """Source, versions and machine, for config.json."""
     return {
-        "git": {"commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD", "--", "*.py")},
+        "git": {
+            "commit": git("rev-parse", "HEAD"),
+            "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
+            "diff": git("diff", "HEAD", "--", "*.py"),
+        },
         "code": code_hash(),
         "versions": {
             "python": platform.python_version(),
@@ -192,24 +243,3 @@ def peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**20 if sys.platform == "linux" else 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-@contextlib.contextmanager
-def exact_products(device: torch.device):
-    """A context: float32 products are exact, not TF32, and attention is not cuDNN's, which makes a
-    plan for every new shape. Yields the number of torch's threads, which on a CPU is one meanwhile.
-    """
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    threads = torch.get_num_threads()
-    set_products(False, False, 1 if device.type == "cpu" else threads)
-    try:
-        yield threads
-    finally:
-        set_products(tf32, cudnn, threads)
-
-
-def set_products(tf32: bool, cudnn: bool, threads: int) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    torch.set_num_threads(threads)

@@ -38,12 +38,9 @@ TABLE_LOOPS = 4  # Q / mu_rec: a depth of Poisson(8) exceeds 32 with probability
 
 
 def at_index(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of a learned table (Q, D) for loop indices (B,) or (B, T), beyond the table its last:
-    (B, 1, D) or (B, T, D).
-    """
+    """Rows of a learned table (Q, D) for loop indices (B,), beyond the table its last: (B, 1, D)."""
     last = table.size(0) - 1
-    found = table[index.clamp(max=last)]
-    return found.unsqueeze(1) if index.dim() == 1 else found
+    return table[index.clamp(max=last)].unsqueeze(1)
 
 
 def inverse_rms(x: torch.Tensor) -> torch.Tensor:

@@ -160,6 +160,29 @@ def hash_keys(*parts: int, each, device=None) -> torch.Tensor:
     return torch.tensor(keys, dtype=torch.int64, device=device)
 
 
+def hashed_bits(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """key (B, 1), counter (N,) or (B, N), int64 -> (B, N) int64 below 2^24: SplitMix64 of their numbers.
+
+    Made on the CPU for Apple's GPUs, which do not multiply 64-bit integers.
+    """
+    if key.device.type == "mps":
+        return hashed_bits(key.cpu(), counter.cpu()).to(key.device)
+    # key + counter · GOLDEN modulo 2^64. As a signed number GOLDEN is -c; and ~counter is -counter - 1,
+    # so that c + ~counter · c is -counter · c, which is counter · GOLDEN. The plain product would not do:
+    # Inductor makes it one of 32-bit integers, which Triton refuses.
+    c = (1 << 64) - GOLDEN
+    z = key + c + ~counter * c
+    z = (z ^ logical_shift(z, 30)) * signed(FACTOR_1)
+    z = (z ^ logical_shift(z, 27)) * signed(FACTOR_2)
+    return (z ^ (z >> 31)) & 0xFFFFFF
+
+
+def hashed_uniform(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """key (B, 1), counter (N,) or (B, N), int64 -> (B, N) float32 in (0, 1), a function of (key, counter)."""
+    bits = hashed_bits(key, counter).to(torch.float32)
+    return ((bits + 0.5) * 2.0**-24).clamp(max=1 - 2.0**-24)  # the largest would be rounded to 1
+
+
 def hashed_normal(
     key: torch.Tensor, tokens: int, width: int, std: float, cut: float = 3.0, positions=None
 ) -> torch.Tensor:
@@ -167,27 +190,13 @@ def hashed_normal(
 
     key (B,) int64 -> (B, tokens, width) float32; a value depends on (key, position, channel) only.
     positions (tokens,) int64: the tokens' positions, if they are not 0, 1, …
-    Made on the CPU for Apple's GPUs, which do not multiply 64-bit integers.
     """
-    if key.device.type == "mps":
-        if positions is not None:
-            positions = positions.cpu()
-        made = hashed_normal(key.cpu(), tokens, width, std, cut, positions)
-        return made.to(key.device)
     index = torch.arange(tokens * width, device=key.device, dtype=torch.int64)
     if positions is not None:
         index = positions[:, None] * width + index[:width]
         index = index.flatten()
-    # key + index · GOLDEN modulo 2^64. As a signed number GOLDEN is -c; and ~index is -index - 1, so
-    # that c + ~index · c is -index · c, which is index · GOLDEN. The plain product would not do:
-    # Inductor makes it one of 32-bit integers, which Triton refuses.
-    c = (1 << 64) - GOLDEN
-    z = key[:, None] + c + ~index * c
-    z = (z ^ logical_shift(z, 30)) * signed(FACTOR_1)
-    z = (z ^ logical_shift(z, 27)) * signed(FACTOR_2)
-    low = (z ^ (z >> 31)) & 0xFFFFFF
-    low = low.to(torch.float32)
-    u = (low + 0.5) * (2.0**-23) - 1.0  # (-1, 1]
+    bits = hashed_bits(key[:, None], index).to(torch.float32)
+    u = (bits + 0.5) * (2.0**-23) - 1.0  # (-1, 1]
     root = math.sqrt(2)
     inside = u * math.erf(cut / root)
     x = torch.erfinv(inside) * (std * root)

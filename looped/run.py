@@ -11,13 +11,19 @@ from typing import NamedTuple
 import torch
 
 from looped.common import fail, finite, write_atomic, write_json
-from looped.machine import Place, peak_flops, peak_memory
+from looped.machine import Rank, peak_flops, peak_memory
 
-# Settings that do not decide the weights, and may change when a run is continued.
+# Flags that decide no weights: they may change when a run is continued.
 MAY_CHANGE = {
-    "out", "resume", "stop_at", "save_every", "keep_every", "wandb", "data", "bundle",
-    "eval_every", "eval_tokens", "eval_depths", "core_every",
+    "out", "resume", "stop_at", "save_every", "keep_every", "wandb", "data", "dry_run",
+    "eval_every", "eval_tokens", "eval_depths",
     "device", "device_batch_size", "compile", "checkpoint_loops",
+}  # fmt: skip
+# Flags that decide no number, or that others imply: the network and the rates imply the preset, the steps
+# the length.
+IMPLIED = {
+    "out", "resume", "stop_at", "save_every", "keep_every", "wandb", "data", "dry_run",
+    "preset", "tokens", "flops", "init_from",
 }  # fmt: skip
 
 # What the screen shows of a step, {name in its record: how}
@@ -60,10 +66,10 @@ def read_checkpoint(path: Path) -> dict:
         raise ValueError(f"{path} cannot be read; delete it to use the one before") from e
 
 
-def save_checkpoint(folder: Path, step: int, model, optimizer, rank: int, keep_every: int) -> None:
+def save_checkpoint(folder: Path, step: int, model, optimizer, rank: Rank, keep_every: int) -> None:
     """Every rank calls it; rank 0 writes. The newest two stay, and multiples of keep_every."""
     moments = optimizer.state_dict()
-    if rank:
+    if rank.number:
         return
     weights = {}
     for name, p in model.state_dict().items():
@@ -91,10 +97,22 @@ def restore(folder: Path, model, optimizer) -> int:
 # Beginning and continuing
 
 
-def decisive(config: dict) -> dict:
-    """What must stay when a run is continued."""
+def settings_of(config: dict) -> dict:
+    """What must stay when a run is continued: {flag: value}."""
     settings = config["model"] | config["args"] | {"rows (--data)": config["data"]["sha256"][:16]}
     return {name: value for name, value in settings.items() if name not in MAY_CHANGE}
+
+
+def decisive(config: dict) -> dict:
+    """All that decides a run's numbers: equal means the same losses, to the last bit on one machine."""
+    settings = config["model"] | config["args"]
+    decides = {name: value for name, value in settings.items() if name not in IMPLIED}
+    decides["rows (--data)"] = config["data"]["sha256"]
+    decides["weights of --init-from"] = config["init_from"] and config["init_from"]["sha256"]
+    decides["torch"] = config["versions"]["torch"]
+    for name in ("code", "steps", "ranks", "dtype"):
+        decides[name] = config[name]
+    return decides
 
 
 def begun_config(folder: Path, resume: bool) -> dict | None:
@@ -109,9 +127,9 @@ def begun_config(folder: Path, resume: bool) -> dict | None:
 
 def check_same_settings(folder: Path, begun: dict, config: dict) -> None:
     """Refuses to continue a run with other settings."""
-    now = decisive(config)
+    now = settings_of(config)
     changed = []
-    for name, was in decisive(begun).items():
+    for name, was in settings_of(begun).items():
         value = now.get(name)
         if value != was:
             flag = name.replace("_", "-")
@@ -134,15 +152,15 @@ class RunLog:
     wandb. While it is open, no other process can train the run.
     """
 
-    def __init__(self, config: dict, first: int, tokenizer: Path, place: Place):
+    def __init__(self, config: dict, first: int, tokenizer: Path, rank: Rank):
         self.config = config
         self.folder = Path(config["args"]["out"])
         self.steps = config["steps"]
         self.first = first
-        self.place = place
+        self.rank = rank
         self.step_tokens = config["args"]["batch_size"] * config["model"]["seq_len"]
         self.wandb = None
-        if place.rank == 0:
+        if rank.number == 0:
             self.open(tokenizer)
         self.began = self.last = time.perf_counter()
 
@@ -167,11 +185,13 @@ class RunLog:
                 config=self.config,
                 resume="allow",
             )
-        self.record("start", self.first, code=self.config["code"], ranks=self.place.world)
+        self.record("start", self.first, code=self.config["code"], ranks=self.rank.world)
 
     def record(self, kind: str, step: int, **numbers) -> None:
-        """A line of log.jsonl. The time that led to it is not the next step's."""
-        if self.place.rank == 0:
+        """Writes a line of log.jsonl and resets the clock, so that an evaluation's time is not counted as
+        part of the next step.
+        """
+        if self.rank.number == 0:
             entry = {"kind": kind, "step": step, "tokens": step * self.step_tokens, **numbers}
             self.file.write(json.dumps(finite(entry), allow_nan=False) + "\n")
             self.file.flush()
@@ -184,7 +204,7 @@ class RunLog:
         now = time.perf_counter()
         seconds = now - self.last
         speed = {"tok_s": self.step_tokens / seconds, "ms": seconds * 1e3}
-        numbers = numbers | speed | {"mem_gb": peak_memory(self.place.device)}
+        numbers = numbers | speed | {"mem_gb": peak_memory(self.rank.device)}
         self.record("train", step, **numbers)
         if step % 10 == 0 or step in (1, self.steps):
             pace = (now - self.began) / (step - self.first)
@@ -192,18 +212,18 @@ class RunLog:
             self.show(step, numbers | {"minutes_left": left / 60})
 
     def show(self, step: int, numbers: dict) -> None:
-        peak = peak_flops(self.place.device)
+        peak = peak_flops(self.rank.device)
         if peak:
             flops = numbers["tok_s"] * self.config["flops_per_token"]
-            numbers["mfu"] = flops / (peak * self.place.world)
+            numbers["mfu"] = flops / (peak * self.rank.world)
         parts = [f"step {step:6d}/{self.steps}"]
         for name, text in COLUMNS.items():
             if name in numbers:
                 parts.append(text.format(numbers[name]))
-        self.place.say("  ".join(parts))
+        self.rank.say("  ".join(parts))
 
     def close(self) -> None:
-        if self.place.rank == 0:
+        if self.rank.number == 0:
             self.file.close()
             self.lock.close()
 
@@ -227,7 +247,7 @@ def read_log(path) -> Log:
     file = Path(path)
     if file.is_dir():
         file = file / "log.jsonl"
-    found = {"train": {}, "eval": {}, "start": {}, "core": {}}
+    by_kind = {"train": {}, "eval": {}, "start": {}}
     for line in file.read_text().splitlines():
         try:
             record = json.loads(line)
@@ -241,10 +261,10 @@ def read_log(path) -> Log:
             record["loss"] = by_depth(record["loss"])
             record["bpb"] = by_depth(record["bpb"])
         elif kind == "start":  # a run that began again from an earlier step
-            starts = found[kind].items()
-            found[kind] = {at: start for at, start in starts if at < step}
-        found[kind][step] = record
-    return Log(in_order(found["train"]), in_order(found["eval"]), in_order(found["start"]))
+            starts = by_kind[kind].items()
+            by_kind[kind] = {at: start for at, start in starts if at < step}
+        by_kind[kind][step] = record
+    return Log(in_order(by_kind["train"]), in_order(by_kind["eval"]), in_order(by_kind["start"]))
 
 
 def in_order(by_step: dict) -> list[dict]:

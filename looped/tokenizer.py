@@ -43,15 +43,15 @@ def special_ids(ranks):
 
 
 def file_content(ranks, pattern=PATTERN):
-    """What a tokenizer file holds, its checksum apart. ranks: the bytes of each ordinary token."""
+    """What a tokenizer file holds. ranks: the bytes of each ordinary token."""
     encoded = [base64.b64encode(token).decode() for token in ranks]
-    return {"version": 1, "pattern": pattern, "ranks": encoded, "specials": special_ids(ranks)}
+    content = {"version": 1, "pattern": pattern, "ranks": encoded, "specials": special_ids(ranks)}
+    text = json.dumps(content, sort_keys=True)
+    return content | {"checksum": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def save_tokenizer(path, ranks):
-    content = file_content(ranks)
-    text = json.dumps(content, sort_keys=True)
-    write_json(path, content | {"checksum": hashlib.sha256(text.encode()).hexdigest()})
+    write_json(path, file_content(ranks))
 
 
 def load_tokenizer(path):

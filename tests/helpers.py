@@ -8,8 +8,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +29,9 @@ def documents(n, seed=0):
 
 
 def write_parquet(path, texts):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
 
 
@@ -89,7 +90,7 @@ CORE_TEXT = "the cat sat on a mat and saw bad dog run far away from old red barn
 CORE_WORDS = CORE_TEXT.split()
 
 
-def make_rows(kind, n, seed=0, category=False):
+def make_rows(kind, n, seed=0):
     """Random CORE rows ("mc", "schema" or "lm") with the blanks, line ends, U+0085 and repeated choices of the real files."""
     rng = random.Random(seed)
 
@@ -97,7 +98,7 @@ def make_rows(kind, n, seed=0, category=False):
         return " ".join(rng.choices(CORE_WORDS, k=rng.randint(low, high)))
 
     rows = []
-    for i in range(n):
+    for _ in range(n):
         tail = rng.choice(["", "", " ", "\n", "\x85", "\nAnswer: "])
         if kind == "mc":
             lead = rng.choice(["", "", " "])
@@ -116,8 +117,6 @@ def make_rows(kind, n, seed=0, category=False):
         else:
             context = text(2, 12) + tail
             row = {"context": context, "continuation": rng.choice(["", "", " "]) + text(1, 2)}
-        if category:
-            row["category"] = f"c{i * i % 3}"
         rows.append(row)
     return rows
 
@@ -179,6 +178,8 @@ def check_against_oracle(model, n, k):
     """Loss, every gradient and the logged norms of a batch of depths n + k: the model's and the slow network's."""
     from oracle import Oracle
 
+    deepest_first = (-(n + k)).argsort(kind="stable")
+    n, k = n[deepest_first], k[deepest_first]
     ids, targets, keys = token_batch(model.cfg, len(n))
     loss, stats = model.loss(ids, targets, keys, n, k)
     oracle = Oracle(model.cfg, model.state_dict())

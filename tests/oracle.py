@@ -221,8 +221,6 @@ class Oracle:
             if len(states) > 1:
                 norms["state_norm"] += states[-1].norm(dim=-1).sum().item()
                 norms["residual"] += (states[-1] - states[-2]).norm(dim=-1).sum().item()
-        if n.ndim == 2:
-            del norms["residual"]
         return total, norms
 
     def gradients(self, loss) -> dict:

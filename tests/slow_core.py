@@ -1,7 +1,5 @@
-"""CORE's protocols once more, one example at a time, in lists: what core_eval.py must answer
-too."""
+"""CORE's rules once more, one example at a time, in lists: what core_eval.py must score too."""
 
-import math
 import random
 
 import torch
@@ -10,169 +8,75 @@ import torch.nn.functional as F
 from looped.randomness import FOR_EVAL, hash_key
 
 
-def slow_shots(protocol, seed, n, k):
-    """Indices of the shots of every example."""
-    out = []
-    everything = list(range(n))
-    stream = random.Random(seed)
-    for i in range(n):
-        if protocol != "dclm":
-            others = [j for j in everything if j != i]
-            generator = random.Random(seed + i)
-            out.append(generator.sample(others, k))
-            continue
-        chosen = set(stream.sample(everything, min(k, n - 1)))
-        if i in chosen:
-            chosen.remove(i)
-            j = i
-            while j == i or j in chosen:
-                j = stream.choice(everything)
-            chosen.add(j)
-        out.append(list(chosen))
-    return out
-
-
-def slow_examples(task, rows, protocol, limit=None):
-    """[(pool, index in pool)] in the order of scoring."""
-    if protocol != "dclm":
-        rows = list(rows)
-        random.Random(1337).shuffle(rows)
-        rows = rows[:limit]
-        return [(rows, i) for i in range(len(rows))]
-    clean = []
-    for row in rows:
-        texts = {name: text.strip() for name, text in row.items() if isinstance(text, str)}
-        clean.append({**row, **texts})
-    if task.label not in ("jeopardy", "mmlu_zeroshot", "mmlu_fewshot", "bbq"):
-        return [(clean, i) for i in range(len(clean[:limit]))]
-    out = []
-    names = sorted({row["category"] for row in clean})
-    share = math.ceil(limit / len(names)) if limit else None
-    for name in names:
-        pool = [row for row in clean if row["category"] == name]
-        out += [(pool, i) for i in range(len(pool[:share]))]
-    return out
-
-
-def slow_shot(task, shot):
-    gold = shot.get("gold")
+def slow_solved(task, row):
+    """A row as a shot."""
     if task.kind == "mc":
-        return shot["query"] + task.delimiter + shot["choices"][gold]
-    end = task.delimiter + shot["continuation"]
+        return row["query"] + task.delimiter + row["choices"][row["gold"]]
+    end = task.delimiter + row["continuation"]
     if task.kind == "schema":
-        return shot["context_options"][gold] + end
-    return shot["context"].strip() + end
+        return row["context_options"][row["gold"]] + end
+    return row["context"].strip() + end
 
 
-def slow_dclm_rows(task, row, shots, enc, context):
-    encode = enc.encode_ordinary
-    bos = enc.encode_single_token("<|bos|>")
-    text = "\n".join(slow_shot(task, shot) for shot in shots)
-    blank = " " if len(encode(" a")) == 1 else ""
-    lead = "\n" if text else ""
+def slow_options(task, before, row, encode):
+    """[(tokens, start)] of each option: tokens[start:] are scored."""
     d = task.delimiter
     if task.kind == "mc":
-        stem = lead + row["query"] + d
-        pairs = [(stem.rstrip(), choice) for choice in row["choices"]]
-    elif task.kind == "schema":
-        stems = row["context_options"]
-        if text:
-            stems = [lead + stem + d.rstrip() for stem in stems]
-        pairs = [(stem, row["continuation"]) for stem in stems]
-    else:
-        stem = lead + row["context"] + d
-        pairs = [(stem.rstrip(), row["continuation"])]
-    out = []
-    for stem, answer in pairs:
-        if not answer.startswith(" "):
-            answer = blank + answer
-        answer = encode(answer)
-        stem = [bos, *encode(text), *encode(stem)]
-        while len(stem) + len(answer) > context:
-            stem = stem[1:]
-        whole = stem + answer
-        out.append((whole, len(stem), len(whole)))
-    return out
-
-
-def slow_parcae_rows(task, row, shots, enc):
-    def encode(text):
-        return [enc.encode_single_token("<|bos|>"), *enc.encode_ordinary(text)]
-
-    d = task.delimiter
-    text = "".join(slow_shot(task, shot) + "\n\n" for shot in shots)
-    if task.kind == "mc":
-        stem = text + row["query"] + d
-        ids = [encode(stem + choice) for choice in row["choices"]]
+        ids = [encode(before + row["query"] + d + choice) for choice in row["choices"]]
         start = 0
         while all(start < len(x) and x[start] == ids[0][start] for x in ids):
             start += 1
-        return [(x, start, len(x)) for x in ids]
+        return [(x, start) for x in ids]
     if task.kind == "schema":
         end = d + row["continuation"]
-        ids = [encode(text + context + end) for context in row["context_options"]]
+        ids = [encode(before + context + end) for context in row["context_options"]]
         m = 0
         while all(m < len(x) and x[-1 - m] == ids[0][-1 - m] for x in ids):
             m += 1
-        return [(x, len(x) - m, len(x)) for x in ids]
-    stem = text + row["context"].strip() + d
-    without = encode(stem.strip())
+        return [(x, len(x) - m) for x in ids]
+    stem = before + row["context"].strip() + d
+    start = encode(stem.strip())
     whole = encode(stem + row["continuation"])
-    assert whole[: len(without)] == without
-    return [(whole, len(without), len(whole))]
-
-
-def slow_rows(task, protocol, row, shots, enc, context):
-    """[(tokens, start, end)] of each option: tokens[start:end] are scored; start may be negative
-    after cropping."""
-    if protocol == "dclm":
-        return slow_dclm_rows(task, row, shots, enc, context)
-    cropped = []
-    for x, start, end in slow_parcae_rows(task, row, shots, enc):
-        over = max(0, len(x) - context)
-        cropped.append((x[over:], start - over, end - over))
-    return cropped
+    return [(whole, len(start))] if whole[: len(start)] == start else []
 
 
 @torch.no_grad()
-def slow_answer(model, task, protocol, rows, depth, key):
-    """One forward pass for each option: all logits, all losses."""
+def slow_example(model, task, options, gold, depth, key):
+    """One forward pass for each option, of all its tokens -> (1 if the answer is right, summed nats of
+    the scored tokens, 1 if an option is longer than the context)."""
+    greedy = False
     means = []
-    for x, start, end in rows:
-        ids = torch.tensor([x])
-        (logits,) = model.head(model.hidden(ids, depth, torch.tensor([key]))).float()
-        if task.kind == "lm":
-            said = logits.argmax(-1)[start - 1 : end - 1]
-            return 0 if said.tolist() == x[start:end] else -1
-        loss = F.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
-        loss = torch.cat([loss, torch.tensor([math.nan])])  # of the token after the last
-        mean = loss[start - 1 : end - 1].mean()
-        if protocol == "dclm":
-            mean = mean.exp()
-        means.append(mean.item())
-    return means.index(min(means))
-
-
-def slow_rendered(enc, task, panel, context, seed=1234):
-    """Yields (number, row, its options' (tokens, start, end)) of a task's examples."""
-    shots = {}
-    protocol = panel.protocol
-    rows = panel.rows[task.label]
-    examples = slow_examples(task, rows, protocol, panel.limit)
-    for number, (pool, i) in enumerate(examples):
-        if id(pool) not in shots:
-            shots[id(pool)] = slow_shots(protocol, seed, len(pool), task.shots)
-        row = pool[i]
-        chosen = [pool[j] for j in shots[id(pool)][i]]
-        yield number, row, slow_rows(task, protocol, row, chosen, enc, context)
+    nats = 0.0
+    cropped = 0
+    for tokens, start in options:
+        over = max(0, len(tokens) - model.cfg.seq_len)
+        cropped = max(cropped, min(over, 1))
+        ids = torch.tensor([tokens[over:]])
+        first = max(start - over, 1) - 1  # the first token has no loss
+        (logits,) = model.head(model.hidden(ids, depth, torch.tensor([key])))
+        logits, targets = logits[first:-1], ids[0, 1 + first :]
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        greedy = torch.equal(logits.argmax(-1), targets)
+        means.append(losses.mean().item())
+        nats += losses.sum().item()
+    right = greedy if task.kind == "lm" else means.index(min(means)) == gold
+    return int(right), nats, cropped
 
 
 def slow_task(model, enc, task, panel, seed, depth):
-    """-> answers and golds of a task, one example after the other."""
-    answers = []
-    gold = []
-    for number, row, made in slow_rendered(enc, task, panel, model.cfg.seq_len, seed):
-        key = hash_key(seed, FOR_EVAL, task.index, number)
-        answers.append(slow_answer(model, task, panel.protocol, made, depth, key))
-        gold.append(row.get("gold", 0))
-    return answers, gold
+    """-> slow_example's numbers, each as (n,) float64, of a task's examples in the order of scoring."""
+
+    def encode(text):
+        return [enc.encode_single_token("<|bos|>"), *enc.encode_ordinary(text)]
+
+    rows = list(panel.rows[task.label])
+    random.Random(1337).shuffle(rows)
+    rows = rows[: panel.limit]
+    scores = []
+    for i, row in enumerate(rows):
+        shots = random.Random(seed + i).sample(rows[:i] + rows[i + 1 :], task.shots)
+        before = "".join(slow_solved(task, shot) + "\n\n" for shot in shots)
+        options = slow_options(task, before, row, encode)
+        key = hash_key(seed, FOR_EVAL, task.index, i)
+        scores.append(slow_example(model, task, options, row.get("gold"), depth, key))
+    return torch.tensor(scores, dtype=torch.float64).T

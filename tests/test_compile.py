@@ -2,14 +2,16 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from helpers import assert_same_gradients, gradients
 from torch._dynamo.utils import counters
 
-from looped.depth import deepest, sample_depths
+from launch import try_deepest
+from looped.depth import sample_depths, share_out
+from looped.machine import ONE_PROCESS
 from model import Model, ModelConfig
 
 SMALL = ModelConfig(vocab_size=32, seq_len=8, d_model=16, n_head=1, d_mlp=16, mu_rec=4)
@@ -17,7 +19,6 @@ ROWS = 4
 CASES = {
     "attnres": {"mechanism": "attnres"},
     "hyper": {"mechanism": "hyper"},
-    "token depths": {"granularity": "token"},
     "flat": {"n_core": 0},
     "recomputed loops": {"injection": "concat"},
     "bfloat16 with a float32 residual": {},
@@ -25,14 +26,17 @@ CASES = {
 BOUND = 8  # graphs: three before the loop, two in it, two after it, and one to spare
 
 
-def batch(cfg, seed):
-    generator = torch.Generator().manual_seed(seed)
+def batch(cfg, step):
+    """Arguments of Model.loss, sequences deepest first."""
+    generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 32, (ROWS, cfg.seq_len + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:], torch.arange(ROWS)
+    n, k = sample_depths(cfg, 0, step, ROWS)
+    (order,) = share_out(n, k, 1)
+    return tokens[:, :-1], tokens[:, 1:], torch.arange(ROWS), n[order], k[order]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_compiles_after_a_draw_of_the_law_and_the_deepest(case):
+def test_nothing_compiles_after_the_warm_up(case):
     """Random depths, any number of rows in a loop, validation in between; gradients as uncompiled."""
     torch._dynamo.reset()
     counters.clear()
@@ -42,18 +46,15 @@ def test_nothing_compiles_after_a_draw_of_the_law_and_the_deepest(case):
     if case == "bfloat16 with a float32 residual":
         model.dtype, model.residual_dtype = torch.bfloat16, torch.float32
     cfg = model.cfg
-    depths = [sample_depths(cfg, 0, step, ROWS) for step in range(9)]
-    want = gradients(model, model.loss(*batch(cfg, 8), *depths[8])[0])
-    ids, targets, keys = batch(cfg, 0)
+    want = gradients(model, model.loss(*batch(cfg, 8))[0])
     model.compile_pieces(backend="eager")
-    for n, k in (depths[0], deepest(cfg, ROWS)):
-        model.loss(ids, targets, keys, n, k)[0].backward()
-    model.losses(ids, targets, [cfg.mu_rec], keys)
+    try_deepest(model, SimpleNamespace(seed=0), ROWS, ONE_PROCESS)
     graphs = counters["stats"]["unique_graphs"]
     assert 0 < graphs <= BOUND and not counters["graph_break"]
     for step in range(1, 9):
-        got = gradients(model, model.loss(*batch(cfg, step), *depths[step])[0])
-        model.losses(*batch(cfg, step)[:2], [1, cfg.mu_rec], keys)
+        ids, targets, keys, n, k = batch(cfg, step)
+        got = gradients(model, model.loss(ids, targets, keys, n, k)[0])
+        model.losses(ids, targets, [1, cfg.mu_rec], keys)
     assert counters["stats"]["unique_graphs"] == graphs
     assert_same_gradients(got, want, 0.05 if model.dtype == torch.bfloat16 else 2e-5)
 
@@ -63,7 +64,6 @@ def test_what_inductor_compiles_for_a_cpu_computes_the_same():
     torch._dynamo.reset()
     model = Model(replace(SMALL, mu_bwd=2, token_shift=True))
     model.init_weights(0)
-    n, k = np.array([3, 2, 0, 0]), np.array([2, 2, 2, 1])
-    want = gradients(model, model.loss(*batch(model.cfg, 0), n, k)[0])
+    want = gradients(model, model.loss(*batch(model.cfg, 0))[0])
     model.compile_pieces(for_cpu=True)
-    assert_same_gradients(gradients(model, model.loss(*batch(model.cfg, 0), n, k)[0]), want, 1e-4)
+    assert_same_gradients(gradients(model, model.loss(*batch(model.cfg, 0))[0]), want, 1e-4)

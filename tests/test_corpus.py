@@ -5,6 +5,7 @@ import http.server
 import json
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -55,47 +56,86 @@ def test_what_cannot_be_read_is_skipped_and_counted(tmp_path):
 # ---- shards
 
 
-def test_of_a_single_file_documents_are_held_out_by_content(tmp_path):
+def documents_of(folder, *options):
+    """The documents of each shard of a folder."""
+    return [list(corpus.texts(s, Counter())) for s in corpus.find_shards(folder, *options)]
+
+
+def hash_of(document):
+    return int.from_bytes(hashlib.blake2b(document.encode(), digest_size=8).digest(), "little")
+
+
+def test_validation_is_one_document_in_ten_by_content_over_all_files(tmp_path):
     docs = documents(400, seed=5)
-    write_parquet(tmp_path / "only.parquet", docs + docs[:50])
-    val, train = (list(corpus.texts(shard, Counter())) for shard in corpus.find_shards(tmp_path))
-    assert len(train + val) == 450
-    held_out = set()
-    for doc in docs:
-        digest = hashlib.blake2b(doc.encode(), digest_size=8).digest()
-        if int.from_bytes(digest, "little") % 10 == 0:
-            held_out.add(doc)
-    assert set(val) == held_out
-    assert set(train) == set(docs) - held_out
+    write_jsonl(tmp_path / "books.jsonl", docs[:300])
+    write_jsonl(tmp_path / "wiki.jsonl", docs[200:])
+    shards = documents_of(tmp_path)
+    held_out = {doc for doc in docs if hash_of(doc) / 2**64 < 0.1}
+    rest = [set(docs[:300]) - held_out, set(docs[200:]) - held_out]
+    assert [set(shard) for shard in shards] == [held_out, *rest]
 
 
-def shards_of(folder, *names):
+@pytest.mark.parametrize("sizes", [[10] * 3, [10] * 60, [1000, 1, 1, 1], [5, 5000]])
+def test_of_few_documents_validation_is_a_tenth_of_the_text_or_all_but_one(sizes, tmp_path):
+    docs = [chr(0x100 + i) * size for i, size in enumerate(sizes)]
+    write_jsonl(tmp_path / "a.jsonl", docs)
+    docs.sort(key=hash_of)
+    n = 1
+    while n < len(docs) - 1 and len("".join(docs[:n])) < sum(sizes) / 10:
+        n += 1
+    val, train = documents_of(tmp_path)
+    assert set(val) == set(docs[:n]) and set(train) == set(docs[n:])
+
+
+def shards_of(folder, names, *options):
     """The files that each shard of a folder with these files is made of."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(path, [name]) if path.suffix == ".jsonl" else path.write_text(name)
-    found = corpus.find_shards(folder)
-    return [[path.relative_to(folder).as_posix() for path in shard.paths] for shard in found]
+    shards = corpus.find_shards(folder, *options)
+    return [[path.relative_to(folder).as_posix() for path in shard.paths] for shard in shards]
 
 
 def test_tables_are_shards_of_their_own_and_text_files_share_one(tmp_path):
-    names = ("b.jsonl", "c/d.txt", "a.txt", "f.jsonl", "g.jsonl", "readme.md", ".x.txt")
-    val, *train = shards_of(tmp_path, *names)
-    assert val == ["g.jsonl"]
+    names = ("b.jsonl", "c/d.txt", "a.txt", "f.jsonl", "readme.md", ".x.txt")
+    val, *train = shards_of(tmp_path, names)
+    assert val == ["a.txt", "b.jsonl", "c/d.txt", "f.jsonl"]
     assert train == [["b.jsonl"], ["f.jsonl"], ["a.txt", "c/d.txt"]]
 
 
-@pytest.mark.parametrize("names, shards", [
-    (["test-00000-of-00001-ab12cd", "train-0", "validation-00000-of-00001"], [[2], [1]]),
-    (["test-00000-of-00001-ab12cd", "train-0"], [[0], [1]]),
-    (["GPT4-train", "GPT4-valid"], [[1], [0]]),
-    (["attested", "contest/x", "dev/x", "eval/y", "val2"], [[2, 3, 4], [0], [1]]),
-])  # fmt: skip
-def test_files_named_for_testing_are_never_trained_on(names, shards, tmp_path):
-    names = [f"{name}.jsonl" for name in names]
-    wanted = [[names[i] for i in places] for places in shards]
-    assert shards_of(tmp_path, *names) == wanted
+HELD_OUT = (
+    "test-file my_validation_file testing-00000 test_sft evaluation validation_matched test_part1"
+    " eval_en v2-valid val2 dev/x c/Test/x devset devtest"
+)
+
+
+@pytest.mark.parametrize("name", HELD_OUT.split())
+def test_a_file_named_like_held_out_data_is_refused_or_left_out(name, tmp_path, capsys):
+    names = ["a.txt", "b.txt", f"{name}.txt"]
+    said = f"{tmp_path} has {name}.txt, named like", "--val FILE", "--all-files"
+    refused(capsys, partial(shards_of, tmp_path, names), *said)
+    assert shards_of(tmp_path, names, tmp_path / names[2]) == [[names[2]], ["a.txt", "b.txt"]]
+    assert shards_of(tmp_path, names, tmp_path / "a.txt") == [["a.txt"], ["b.txt"]]
+    assert shards_of(tmp_path, names, None, True)[1] == names
+
+
+def test_other_names_are_trained_on(tmp_path):
+    names = [f"{name}.txt" for name in ("attested", "contest/x", "development", "latest", "values")]
+    assert shards_of(tmp_path, names)[1] == names
+
+
+def test_of_numbered_shards_the_last_is_validation(tmp_path):
+    for i in (0, 1, 1822):
+        write_parquet(tmp_path / f"shard_{i:05d}.parquet", [f"text {i}"])
+    assert documents_of(tmp_path) == [["text 1822"], ["text 0"], ["text 1"]]
+
+
+def test_a_validation_document_is_never_trained_on(tmp_path):
+    for name in ("a", "b", "c"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"only in {name}", "in all"])
+    val, *train = documents_of(tmp_path, tmp_path / "b.jsonl")
+    assert val == ["only in b", "in all"] and train == [["only in a"], ["only in c"]]
 
 
 # ---- the standard library
@@ -108,7 +148,7 @@ def test_stdlib_corpus_holds_modules_in_the_order_of_their_hashes(tmp_path):
     assert modules["json/decoder.py"] == Path(json.decoder.__file__).read_text()
     assert not [name for name in modules if name.startswith("test/")]
     order = sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest())
-    assert len(shards) == 5 and len(order) > 400
+    assert len(shards) == 5
     assert shards[4] == [modules[name] for name in order[: len(order) // 16]]
     assert sorted(sum(shards, [])) == sorted(modules.values())
 

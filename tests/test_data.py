@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import make_tokenizer
 from helpers import documents, refused, write_parquet
 
 import dataloader as dl
+import tokenizer_train
 from looped.tokenizer import BOS
 
 
@@ -36,7 +37,7 @@ def pack(data, tokenizer, out, *more, seq_len=64):
     """Packs in this process, and returns the manifest."""
     flags = {"--texts": data, "--tokenizer": tokenizer, "--out": out, "--seq-len": seq_len}
     line = [str(part) for pair in flags.items() for part in pair]
-    dl.main(["pack", *line, "--workers", "1", *more])
+    dl.main(["pack", *line, "--workers", "1", *map(str, more)])
     return json.loads((Path(out) / "manifest.json").read_text())
 
 
@@ -84,7 +85,8 @@ def test_packing_equals_a_naive_list_scan(mode, seq_len, tokenizer, enc, tmp_pat
     docs = documents(300, seed=1)
     write_parquet(tmp_path / "a.parquet", docs)
     write_parquet(tmp_path / "b.parquet", documents(50, seed=2))
-    counts = pack(tmp_path, tokenizer, tmp_path, "--long-docs", mode, seq_len=seq_len)["counts"]
+    flags = ("--val", tmp_path / "b.parquet", "--long-docs", mode)
+    counts = pack(tmp_path, tokenizer, tmp_path, *flags, seq_len=seq_len)["counts"]
     bos = enc.encode_single_token(BOS)
     ids = [[bos, *enc.encode_ordinary(doc)] for doc in docs]
     if mode == "crop":
@@ -100,63 +102,60 @@ def test_workers_do_not_change_a_bit(folder, tokenizer, rows, tmp_path):
     assert contents(rows) == contents(tmp_path / "two")
 
 
-def test_unigram_entropy_equals_a_direct_count(rows):
-    law = Counter(range(300))
-    for file in rows.glob("shard_*.npy"):
-        law.update(np.load(file)[:, 1:].ravel().tolist())
-    targets = np.load(rows / "val.npy")[:, 1:].ravel().tolist()
-    nats = -np.mean([np.log(law[token] / law.total()) for token in targets])
-    assert dl.PackedData(rows).manifest["unigram_entropy"] == pytest.approx(nats, rel=1e-12)
-
-
-def test_packing_again_does_nothing_until_the_texts_change(folder, tokenizer, rows, tmp_path):
+def test_packing_again_does_nothing_until_the_texts_change(folder, tokenizer, rows, capsys):
     before = (rows / "val.npy").stat().st_mtime_ns
-    pack(folder, tokenizer, rows)
-    assert (rows / "val.npy").stat().st_mtime_ns == before
-    write_parquet(folder / "shard_00001.parquet", documents(290, seed=77))
-    pack(folder, tokenizer, rows)
-    pack(folder, tokenizer, tmp_path / "fresh")
-    assert contents(rows) == contents(tmp_path / "fresh")
-
-
-def test_rows_of_an_interrupted_packing_are_not_trained_on(folder, tokenizer, rows, capsys):
-    pq.write_table(pa.table({"body": ["x"], "id": [1]}), folder / "shard_00002.parquet")
     again = partial(pack, folder, tokenizer, rows)
-    refused(capsys, again, "shard_00002.parquet has no column text; it has body, id")
-    refused(capsys, partial(dl.PackedData, rows), "no packed rows in", "python dataloader.py pack")
+    again()
+    (folder / "new.txt").write_text("new")
+    refused(capsys, again, f"{folder} is not what {rows} was made of: new.txt was added; delete")
+    (folder / "new.txt").unlink()
+    shard = folder / "shard_00001.parquet"
+    shard.write_bytes(shard.read_bytes()[::-1])
+    refused(capsys, again, "shard_00001.parquet has changed")
+    shard.unlink()
+    refused(capsys, again, "shard_00001.parquet is gone")
+    assert (rows / "val.npy").stat().st_mtime_ns == before
+
+
+def test_rows_of_an_interrupted_packing_are_not_trained_on(folder, tokenizer, tmp_path, capsys):
+    pq.write_table(pa.table({"body": ["x"], "id": [1]}), folder / "shard_00002.parquet")
+    action = partial(pack, folder, tokenizer, tmp_path / "rows")
+    refused(capsys, action, "shard_00002.parquet has no column text; it has body, id")
+    said = "no packed rows in", "python dataloader.py pack"
+    refused(capsys, partial(dl.PackedData, tmp_path / "rows"), *said)
+
+
+def test_where_the_rows_are_is_said(folder, rows, capsys):
+    refused(capsys, partial(dl.PackedData, rows.parent), f"below it: --data {rows}")
+    refused(capsys, partial(dl.PackedData, folder), "holds texts", f"pack --texts {folder}")
 
 
 def test_rows_of_other_settings_are_not_mixed(folder, tokenizer, rows, capsys):
-    before = contents(rows)
-    other = partial(pack, folder, tokenizer, rows, seq_len=32)
-    refused(capsys, other, "was packed with seq_len 64 (now 32)", "choose another --out")
-    write_parquet(folder / "shard_00009.parquet", documents(10))  # would be validation from now on
-    moved = "validation shard_00003.parquet (now shard_00009.parquet)"
-    refused(capsys, partial(pack, folder, tokenizer, rows), moved)
-    assert contents(rows) == before
+    again = partial(pack, folder, tokenizer, rows)
+    refused(
+        capsys, partial(again, seq_len=32), "was made with seq_len 64, not 32", f"delete {rows}"
+    )
+    other = partial(again, "--val", folder / "shard_00001.parquet")
+    refused(capsys, other, "with validation shard_00003.parquet, not shard_00001.parquet")
 
 
 def test_too_little_text_is_said(folder, tokenizer, tmp_path, capsys):
     write_parquet(folder / "shard_00003.parquet", ["short"])
     action = partial(pack, folder, tokenizer, tmp_path / "out")
-    refused(capsys, action, "too little validation text: not one row of 65 tokens")
+    refused(capsys, action, "too little validation text, not one row of 65 tokens")
     shutil.rmtree(folder)
-    refused(capsys, action, "no .parquet, .jsonl or .txt file to train on in")
+    refused(capsys, action, "no .parquet, .jsonl or .txt file to train on in the folder")
 
 
-def test_a_validation_document_is_never_trained_on(tokenizer, tmp_path, capsys):
-    docs = list(dict.fromkeys(documents(200)))
-    for names, trained, said in (
-        (("a", "b"), 50, "50 left out, being in validation"),
-        (("shard_00000", "shard_01822"), 100, "50 also in validation (the published split, kept)"),
-    ):
-        folder = tmp_path / names[0]
-        folder.mkdir()
-        write_parquet(folder / f"{names[0]}.parquet", docs[:100])
-        write_parquet(folder / f"{names[1]}.parquet", docs[50:])
-        counts = pack(folder, tokenizer, folder / "rows")["counts"]
-        assert counts["documents"] == trained
-        assert said in capsys.readouterr().out
+def test_a_text_of_100_kb_is_enough(tmp_path, capsys):
+    source = Path(dl.__file__).with_name("model.py").read_text() * 3
+    (tmp_path / "a.txt").write_text(source[:100_000])
+    tokenizer = tmp_path / "made/tokenizer.json"
+    tokenizer_train.main(["--texts", str(tmp_path), "--out", str(tokenizer)])
+    split = ("--long-docs", "split")
+    manifest = pack(tmp_path, tokenizer, tmp_path / "made/rows", *split, seq_len=256)
+    assert all(shard["rows"] > 1 for shard in manifest["shards"])
+    assert "rows from 1 of " in capsys.readouterr().out
 
 
 # ---- the order of rows
@@ -175,18 +174,45 @@ def test_the_order_of_rows_is_a_function_of_seed_and_index(rows):
     n = data.rows("train")
     stream = data.stream_ids(7, 0, 2 * n)
     assert sorted(stream[:n]) == sorted(stream[n:]) == list(range(n))
-    assert (stream[:n] != data.stream_ids(8, 0, n)).any()
-    # as in published runs: the key of a permutation is seed, epoch, 0
+    # the key of a permutation is seed, epoch, 0, so that recorded runs can be repeated
     assert (stream[n:] == dl.permute(np.arange(n), n, "7 1 0")).all()
     assert (dl.PackedData(rows).stream_ids(7, n - 5, 10) == stream[n - 5 : n + 5]).all()
+
+
+def test_a_part_of_the_rows_is_the_same_for_all_seeds_and_within_every_larger_part(rows, capsys):
+    total = dl.PackedData(rows).rows("train")
+    larger = set(range(total))
+    for n in (total, 20, 10):
+        data = dl.PackedData(rows, n)
+        assert data.rows("train") == n
+        part = set(data.stream_ids(0, 0, n))
+        assert len(part) == n and part <= larger
+        assert sorted(data.stream_ids(1, n, n)) == sorted(part)  # another seed and epoch
+        larger = part
+    refused(capsys, partial(dl.PackedData, rows, total + 1), f"--rows {total + 1}", f"the {total} ")
+
+
+def test_yardsticks_differ_where_the_validation_does(folder, tokenizer, rows, tmp_path):
+    def differs(*flags, tokenizer=tokenizer):
+        other = tmp_path / str(len(list(tmp_path.iterdir())))
+        pack(folder, tokenizer, other, *flags)
+        ours, theirs = dl.PackedData(rows).yardstick, dl.PackedData(other).yardstick
+        return {name for name in ours if ours[name] != theirs[name]}
+
+    write_parquet(folder / "shard_00001.parquet", documents(5))  # of the training text
+    assert differs() == set()
+    assert differs("--long-docs", "split") == {"rows", "text"}
+    vowels = make_tokenizer(tmp_path / "vowels.json", ["ae io ou ei"] * 9, vocab_size=262)
+    assert differs(tokenizer=vowels) == {"rows", "tokenizer"}
+    write_parquet(folder / "shard_00003.parquet", documents(300, seed=5))
+    assert differs() == {"rows", "text"}
 
 
 def test_get_returns_the_rows_of_the_files(rows):
     data = dl.PackedData(rows)
     train = np.concatenate([np.load(rows / f"shard_0000{i}.npy") for i in range(3)])
-    ids = np.random.default_rng(0).integers(0, len(train), 500)
-    assert (data.get("train", ids) == train[ids]).all()
-    assert (data.get("val", [0, 3]) == np.load(rows / "val.npy")[[0, 3]]).all()
+    assert (data.get("train", range(len(train))) == train).all()
+    assert (data.get("val", [3, 0]) == np.load(rows / "val.npy")[[3, 0]]).all()
 
 
 def test_rows_that_do_not_fit_the_model_are_refused(rows, capsys):

@@ -1,39 +1,27 @@
 """The comparisons as data and as a program, the ledger, and the depth laws' formulas."""
 
-import argparse
+import json
 import math
-import subprocess
 
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import ENV, ROOT, command
+from helpers import ROOT, refused
 
+import train
+from launch import training_flops
 from looped.depth import sample_depths
-from looped.run import read_log
-from model import ModelConfig, parameter_count
-from studies import depth_laws, experiments, ledger
+from looped.run import decisive
+from model import ModelConfig
+from studies import depth_laws, experiments, ledger, looping
 from studies.comparisons import EXPERIMENTS, SOURCES, arms_of
-from tools.arms import Arm, Run, loss_table
+from tools.arms import Arm, Run
+from tools.pages import loss_table
 
-SIZES = [
-    "--vocab-size=300", "--seq-len=32", "--d-model=32", "--d-mlp=64", "--batch-size=12", "--dtype=float32",
-    "--eval-tokens=1000", "--tokens=1920", "--eval-every=5", "--adam-lr=3.2e-2", "--muon-lr=1.4e-2",
-]  # fmt: skip
-
-
-def arguments(name, scale="nano"):
-    given = {"name": name, "scale": scale, "extra": [], "seeds": [0]}
-    return argparse.Namespace(**given, data=None, code="", rows="")
-
-
-def trainings_of(name, scale="nano"):
-    return experiments.trainings_of(arguments(name, scale), arms_of(name, scale))
-
-
-def settings_of(line):
-    given, cfg, _ = experiments.settled(line.split())
-    return vars(given) | vars(cfg)
+SIZES = (
+    "--vocab-size 300 --seq-len 32 --d-model 16 --d-mlp 16 --batch-size 12 --dtype float32 "
+    "--eval-tokens 1000 --tokens 1920"
+)
 
 
 # -- the comparisons as data
@@ -45,7 +33,8 @@ def test_arms_are_valid_commands(name):
         arms = arms_of(name, scale)
         assert len({arm.name for arm in arms}) == len(arms)
         for arm in (arms[0], arms[-1]):
-            assert experiments.training_of(arm, 0, arguments(name, scale)).flops > 0
+            args = train.parse_args(arm.flags)
+            assert train.model_config(args) and bool(args.tokens) != bool(args.flops)
 
 
 @pytest.mark.parametrize("name, allowed", [
@@ -56,8 +45,8 @@ def test_arms_are_valid_commands(name):
 def test_arms_differ_from_their_base_in_what_they_compare_alone(name, allowed):
     first = {}
     for arm in arms_of(name, "nano"):
-        flags = " ".join(experiments.arm_flags(arm, arguments(name)))
-        settings = dict(ledger.identity(settings_of(flags)))
+        args = train.parse_args(arm.flags)
+        settings = vars(args) | vars(train.model_config(args))
         base = first.setdefault(arm.group, settings)
         assert {key for key in settings if settings[key] != base[key]} <= allowed, arm.name
 
@@ -70,74 +59,86 @@ def test_every_number_of_the_sources_has_its_arm():
         assert wanted <= {(label, str(of)) for label, of in shown}, name
 
 
-def test_lengths_are_the_same_tokens_or_the_looped_models_flops():
-    args = arguments("baseline")
-    arms = arms_of("baseline", "nano")[:4]
-    runs = [experiments.settled(experiments.arm_flags(arm, args)) for arm in arms]
-    flat, looped, equal, once = runs
-    assert flat[2] == looped[2] == once[2]
-    assert looped[0].tokens == pytest.approx(20 * parameter_count(looped[1]), rel=0.01)
-    flops = looped[0].tokens * looped[1].flops_per_token()
-    assert equal[0].flops == pytest.approx(flops, rel=1e-5) and flat[1] == equal[1]
-
-
-def test_groups_are_named_by_the_length_that_is_trained():
-    args = arguments("baseline")
-    args.only = "20 tokens"
-    args.extra = ["--tokens", "689408"]  # twice 344,704
-    assert {arm.group for arm in experiments.chosen(args)} == {"2 tokens/parameter"}
+def test_equal_flops_are_the_looped_models():
+    args = experiments.parse_args(["baseline", "--only", "20 tokens"])
+    arms = experiments.chosen(args)
+    experiments.complete(arms, args)
+    flat, looped, equal, _ = [train.parse_args(arm.flags) for arm in arms]
+    assert flat.tokens == looped.tokens and equal.tokens is None
+    steps = round(looped.tokens / (16 * 256))
+    flops = training_flops(train.model_config(looped), 0, 16, steps)
+    assert equal.flops == pytest.approx(flops, rel=1e-5)
 
 
 # -- the ledger
 
 
-def test_equal_runs_have_one_identity():
-    flags = "--preset nano --tokens 1e6 --no-token-shift"
-    usual = settings_of(flags)
-    same = ledger.identity(usual)
-    lacking = {name: value for name, value in usual.items() if name != "token_shift"}
-    assert ledger.identity(lacking) == same
-    for other in ("--token-shift", "--eval-tokens 5e4", "--gain zoh"):
-        assert ledger.identity(settings_of(f"{flags} {other}")) != same
-    flat = settings_of("--preset transformer-nano --tokens 1e6")
-    assert ledger.identity(flat | {"prelude_norm": True}) == ledger.identity(flat)
+def test_pages_are_computed_from_the_ledgers_lines():
+    """A page's difference, from the JSON lines by hand."""
+    losses = {"euler": {}, "zoh": {}}
+    for text in (ROOT / "results/ledger/62895bb6fe.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        for place in line["pages"]:
+            if place["page"] == "gains-nano-stdlib":
+                losses[place["label"]][line["seed"]] = line["evals"][-1]["loss"]["8"]
+    gaps = [losses["zoh"][seed] - loss for seed, loss in losses["euler"].items()]
+    half = 2.364624 * np.std(gaps, ddof=1) / math.sqrt(8)
+    assert len(gaps) == 8
+    page = (ROOT / "results/gains-nano-stdlib.md").read_text()
+    assert f"{np.mean(gaps):+.4f} ± {half:.4f}" in page
 
 
-def test_the_tracked_ledger_has_the_runs_of_its_pages():
-    known = ledger.read_ledger()
-    for name, left in (("isoflop", 0), ("testtime", 0), ("rdm", 2)):
-        assert len(experiments.look_up(trainings_of(name), known, "ca5d")) == left, name
+def test_when_looping_pays_is_answered_by_other_seeds_than_tune(tmp_path, monkeypatch):
+    """The first difference on the page, from the JSON lines by hand."""
+    monkeypatch.setattr(ledger, "LEDGER", ROOT / "results/ledger")
+    monkeypatch.chdir(tmp_path)
+    ledger.lines.cache_clear()
+    runs = {}
+    for line in ledger.lines():
+        for place in line["pages"]:
+            if place["page"] == looping.PAGE and place["group"].startswith("little"):
+                losses = line["evals"][-1]["loss"]
+                loss = losses[str(line["config"]["model"]["mu_rec"])]
+                runs.setdefault((place["label"], place["group"]), {})[line["seed"]] = loss
+    best = {}
+    for label in ("flat", "2 loops"):
+        groups = [losses for (name, _), losses in runs.items() if name == label]
+        best[label] = min(groups, key=lambda losses: losses.get(looping.TUNING, 99))
+    seeds = best["flat"].keys() & best["2 loops"].keys() - {looping.TUNING}
+    gap = np.mean([best["2 loops"][seed] - best["flat"][seed] for seed in seeds])
+    looping.main([])
+    ledger.lines.cache_clear()
+    page = (tmp_path / "results/when-looping-pays.md").read_text()
+    assert f"2 loops beside flat: {gap:+.4f} ±" in page
+
+
+def made_run(loss, seed=0, diverged_at=None, data="d" * 16, **network):
+    model = {"mu_rec": 8, "mu_bwd": 4, "gain": "zoh"} | network
+    config = dict.fromkeys(ledger.CONFIG) | {"args": {"seed": seed}, "model": model}
+    config |= {"data": {"sha256": data, "rows": 9}, "params": 10, "steps": 9}
+    records = [{"tokens": 10 * i, "loss": 9 - i / 10, "ms": 2} for i in range(1, 41)]
+    evals = [{"tokens": 400, "loss": {8: loss}, "final": True, "eval_tokens": 7}]
+    return Run(f"run {seed}", config, records, evals, diverged_at=diverged_at)
 
 
 def test_a_line_holds_the_run_with_its_curve_in_twenty_means(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "LEDGER", tmp_path)
-    records = [{"step": i, "tokens": 10 * i, "loss": 9 - i / 10, "ms": 2} for i in range(1, 41)]
-    points = ledger.thinned(records)
-    assert [point["tokens"] for point in points[:2]] == [20, 40] and len(points) == 20
-    assert points[0]["loss"] == pytest.approx(8.85) and sum(p["ms"] for p in points) == 80
     kept = made_run(4.0)
-    kept.train = points
-    ledger.append(kept)
-    (read,) = ledger.read_ledger()
-    assert read.train[3]["loss"] == points[3]["loss"] and math.isnan(read.train[3]["residual"])
+    arm = Arm("euler", group="g")
+    ledger.append("page", arm, made_run(5.0))  # of two lines for one seed the later counts
+    ledger.append("page", arm, kept)
+    ledger.append("page", Arm("zoh", group="g"), made_run(6.0, data="other rows"))
+    ledger.append("other page", arm, made_run(7.0, seed=1))
+    ledger.lines.cache_clear()
+    arms = [Arm("euler", group="g"), Arm("zoh", group="g")]
+    (said, _) = ledger.fill("page", arms)
+    ledger.lines.cache_clear()
+    (read,) = arms[0].runs
     assert (read.config, read.evals, read.loss) == (kept.config, kept.evals, 4.0)
-
-
-def made_run(loss, seed=0, diverged_at=None, ratio=20, data="d", **network):
-    model = {"mu_rec": 8, "mu_bwd": 4, "gain": "zoh"} | network
-    config = {"args": {"seed": seed}, "model": model, "data": {"sha256": data}, "params": 10}
-    config |= {"dtype": "float32", "steps": 9}
-    train = [{"tokens": 10 * ratio}]
-    evals = [{"tokens": 10 * ratio, "loss": {8: loss}, "final": True}]
-    return Run(f"run {seed}", config, train, evals, diverged_at=diverged_at)
-
-
-def test_held_out_runs_are_a_rule():
-    fitted = [made_run(4, ratio=11)]
-    wanted = [made_run(4, ratio=80.5, seed=7), made_run(4, qk_norm=True)]  # as usual
-    others = [made_run(4, data="other"), made_run(4, gain="euler"), made_run(4, diverged_at=5)]
-    others += [made_run(4, ratio=30), made_run(4, mu_bwd=8), made_run(4, seed=8)]
-    assert experiments.held_out(fitted, [*fitted, *wanted, *others]) == wanted
+    assert [point["tokens"] for point in read.train[:2]] == [20, 40] and len(read.train) == 20
+    assert read.train[0]["loss"] == pytest.approx(8.85) and math.isnan(read.train[3]["residual"])
+    # losses measured on other rows do not meet
+    assert arms[1].runs == [] and said.startswith("1 runs of the ledger are left out")
 
 
 # -- the page
@@ -146,13 +147,13 @@ def test_held_out_runs_are_a_rule():
 def test_differences_are_paired_by_seed_within_their_group():
     x = [4.0, 4.1, 4.2, 4.3, 4.4]
     y = [3.99, 4.07, 4.19, 4.26, 4.40]
-    euler = Arm("euler", "g", [made_run(loss, seed) for seed, loss in enumerate(x)])
-    zoh = Arm("zoh", "g", [made_run(loss, seed) for seed, loss in enumerate(y)])
+    euler = Arm("euler", group="g", runs=[made_run(loss, seed) for seed, loss in enumerate(x)])
+    zoh = Arm("zoh", group="g", runs=[made_run(loss, seed) for seed, loss in enumerate(y)])
     euler.runs.append(made_run(4.0, 9))
     zoh.runs.append(made_run(9.0, 9, diverged_at=3))  # its seed is left out
     values = np.subtract(y, x)
     half = 2.7764451 * values.std(ddof=1) / math.sqrt(5)
-    *_, diverged, difference, _ = loss_table([Arm("none", "other"), euler, zoh], [])
+    *_, diverged, difference, _ = loss_table([Arm("none", group="other"), euler, zoh], [])
     assert diverged.startswith("| g, zoh | 5 | diverges at step 3; 4.1820 ± ")
     signed = f"{values.mean():+.4f} ± {half:.4f}"
     assert difference == f"| g, zoh: difference from euler | 5 | {signed} |"
@@ -161,52 +162,32 @@ def test_differences_are_paired_by_seed_within_their_group():
 def test_a_model_of_one_depth_has_one_loss_at_every_depth():
     once = made_run(9.0, mu_rec=1, sampling="fixed")
     once.evals[0]["loss"] = {1: 3.0, 2: 9.0}  # at two loops it is not used
-    assert Arm("once", runs=[once]).losses([1, 2]).loc[0].tolist() == [3.0, 3.0, 3.0]
+    assert Arm("once", runs=[once]).losses_at([1, 2]).loc[0].tolist() == [3.0, 3.0]
 
 
-# -- the program
-
-
-def test_a_study_stands_for_the_code_it_is_run_with(packed, tmp_path):
-    """Committed code has the ledger's runs. Edited code is trained, once, for a page of its own."""
-    clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
-
-    def study(*flags):
-        line = command("-m studies.experiments", "components", "--jobs", "2", *flags)
-        done = subprocess.run(line, cwd=clone, env=ENV, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    known = ["--data", "62895bb6fe", "--dry-run"]
-    assert study(*known).startswith("# 0 of 20 trainings")
-    model = clone / "model.py"
-    model.write_text(model.read_text().replace("    return dt\n", "    return 0.5 * dt\n"))
-    said = study(*known)
-    assert "differs from the last commit's" in said and "# 20 of 20 trainings" in said
-
-    made = ["--data", str(packed), "--seeds", "0", "--only", "+ prelude norm", "--", *SIZES]
-    assert "# 1 of 1 trainings" in study(*made)
-    assert "# 0 of 1 trainings" in study(*made)
-    (folder,) = (clone / "runs/ablate/trainings").iterdir()
-    run = ledger.record(folder)
-    assert run.last["loss"] == read_log(folder).evals[-1]["loss"]
-    text = (clone / "runs/studies/components-nano.md").read_text()
-    assert f"prelude norm, + prelude norm | 1 | {run.loss:.4f} |" in text
-    status = subprocess.run(["git", "status", "--short"], cwd=clone, capture_output=True, text=True)
-    assert status.stdout == " M model.py\n"
-
-
-def test_rows_and_dtypes_are_not_mixed():
-    training, other = trainings_of("rdm")[:2]
-    other.settings = training.settings | {"dtype": "bfloat16"}
-    config = {"args": training.settings, "model": {}, "steps": training.steps, "dtype": "float32"}
-    runs = []
-    for data in ("aaaa", "bbbb"):
-        at = config | {"data": {"sha256": data}}
-        runs.append(Run(data, at, [], [], diverged_at=1))
-    assert experiments.look_up([training, other], runs, "bb") == [other]
-    assert training.run is runs[1]
+def test_a_study_trains_what_has_no_line(packed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ledger.lines.cache_clear()
+    line = ["components", "--only"] + ["+ prelude norm", "--seeds", "0", "--data", str(packed)]
+    extra = ["--", *SIZES.split()]
+    refused(capsys, lambda: experiments.main([*line, *extra]), "name another with --page")
+    page = ["--page", "mine", "--train"]
+    experiments.main([*line, *page, *extra])
+    assert "1 of 1 trainings are left" in capsys.readouterr().out
+    ledger.lines.cache_clear()
+    experiments.main([*line, *page, *extra])
+    assert "0 of 0 trainings are left" in capsys.readouterr().out
+    (file,) = (tmp_path / "results/ledger").iterdir()
+    kept = json.loads(file.read_text())
+    loss = kept["evals"][-1]["loss"]["8"]
+    assert (
+        f"prelude norm, + prelude norm | 1 | {loss:.4f} |"
+        in (tmp_path / "results/mine.md").read_text()
+    )
+    (folder,) = (tmp_path / "runs/ablate/trainings").iterdir()
+    config = json.loads((folder / "config.json").read_text())
+    assert decisive(config)["prelude_norm"] is True
+    ledger.lines.cache_clear()
 
 
 # -- the depth laws

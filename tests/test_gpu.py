@@ -1,6 +1,5 @@
 """What can be checked of the GPU path without a GPU: nothing waits for the card."""
 
-from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
@@ -19,22 +18,22 @@ from muon import AdamW, Muon, Optimizer, Rates
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations that make a float64 tensor on the device, and those that copy to or from it."""
+    """The operations that make a float64 tensor on the device, and those that copy to or from it."""
 
     def __init__(self):
         super().__init__()
-        self.doubles = Counter()
-        self.copies = Counter()
+        self.doubles = []
+        self.copies = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_meta]
-        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_meta]
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         name = func._overloadpacket.__name__
-        if any(x.dtype == torch.float64 for x in made):
-            self.doubles[name] += 1
-        if made and any(not x.is_meta and x.dim() for x in read):
-            self.copies[name] += 1
+        if any(x.dtype == torch.float64 for x in results):
+            self.doubles.append(name)
+        if results and any(not x.is_meta and x.dim() for x in inputs):
+            self.copies.append(name)
         return out
 
 
@@ -43,18 +42,18 @@ def flash_attention(q, k, v, mask=None):
 
 
 LOOPED = PRESETS["parcae-140m"]
-CASES = [PRESETS[name] for name in ("parcae-1.3b", "transformer-140m", "rdm-350m")]
+CASES = [PRESETS[name] for name in ("transformer-140m", "rdm-100m")]
 CASES += [replace(LOOPED, mechanism=name) for name in ("hyper", "attnres")]
-CASES += [replace(LOOPED, granularity="token", gain="zoh", token_shift=True)]
+CASES += [replace(LOOPED, gain="zoh", token_shift=True)]
 
 
-@pytest.mark.parametrize("cfg", CASES, ids=lambda c: f"{c.d_model}-{c.mechanism}-{c.granularity}")
+@pytest.mark.parametrize("cfg", CASES, ids=lambda c: f"{c.d_model}-{c.mechanism}-{c.gain}")
 def test_a_step_and_a_validation_read_nothing_from_the_card(cfg):
     with torch.device("meta"):
         model = Model(cfg, torch.bfloat16).to("meta")
     named = list(model.named_parameters())
     groups = [
-        (AdamW(1e-3), [(name, p) for name, p in named if not p.muon]),
+        (AdamW(1e-3, update_clip=True), [(name, p) for name, p in named if not p.muon]),
         (Muon(1e-3), [(name, p) for name, p in named if p.muon]),
     ]
     optimizer = Optimizer(groups)
@@ -62,14 +61,11 @@ def test_a_step_and_a_validation_read_nothing_from_the_card(cfg):
     ids, targets, keys = tokens[:, :-1], tokens[:, 1:], tokens[:, 0]
     n = np.array([1, 0]) * (cfg.n_core > 0)
     k = n + (cfg.n_core > 0)
-    if cfg.granularity == "token":
-        n, k = [np.repeat(x[:, None], cfg.seq_len, axis=1) for x in (n, k)]
     with mock.patch.object(model_module, "attend", flash_attention), Watch() as watch:
         loss, stats = model.loss(ids, targets, keys, n, k)
         loss.backward()
         optimizer.step(Rates(), {"loss": loss.detach(), **stats})
         model.losses(ids, targets, [cfg.mu_rec], keys)
     assert not watch.doubles
-    copies = {"the rows' order, or the tokens' depths"}
-    copies |= {"the loops' indices"} if cfg.n_core else set()
-    assert sum(watch.copies.values()) == len(copies), watch.copies
+    loop_indices = int(cfg.n_core > 0)  # all loops' by one copy
+    assert len(watch.copies) == loop_indices, watch.copies

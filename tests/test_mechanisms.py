@@ -31,7 +31,7 @@ VARIANTS = [
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 @BOTH
 def test_active_rows_equal_each_row_alone_with_detach(mechanism, changes):
-    """Loss and every gradient, queries, gates and loop vectors included, for mixed depths out of order."""
+    """Loss and every gradient, queries, gates and loop vectors included, for mixed depths."""
     model = make(mechanism=mechanism, **changes)
     model.checkpoint_loops = changes.get("streams") == 1
     check_against_oracle(model, *MIXED)
@@ -48,7 +48,7 @@ def test_at_initialisation_hyper_is_the_plain_loop_but_for_its_carry(streams):
     ids, _, keys = token_batch(SMALL)
     r = 1 / (1 + math.exp(-4))
     h, inputs = model.enter_loop(ids, keys)
-    for _, got in model.states(ids, list(range(9)), keys):
+    for _, got, _ in model.states(ids, list(range(9)), keys):
         assert (got - h).norm() < 1e-6 * h.norm()  # the initial biases are float32
         c = h * r if streams == 1 else h
         h = r * h + model.core_step(c, inputs, None) - c
@@ -57,7 +57,7 @@ def test_at_initialisation_hyper_is_the_plain_loop_but_for_its_carry(streams):
 def test_streams_part_from_each_other():
     """With equal initial gates they could not: their gradients would always be equal."""
     model = make(0.0, mechanism="hyper", injection="none", init="scaled")
-    loss, _ = model.loss(*token_batch(SMALL), [0] * 6, [4] * 6)
+    loss, _ = model.loss(*token_batch(SMALL), np.zeros(6, int), np.full(6, 4))
     bias = gradients(model, loss)["mechanism.bias"].view(3, 3)  # (gate, stream)
     assert ((bias - bias.roll(1, 1)).norm(dim=0) > 1e-2 * bias.norm()).all()
 

@@ -10,29 +10,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
-    assert_same_gradients,
     check_against_oracle,
     gradients,
     small_model,
     token_batch,
 )
 from oracle import Oracle, hashed_state
+from torch.utils.flop_counter import FlopCounterMode
 
+from launch import NoModules, loss_flops, steps_for, training_flops
 from looped import randomness
-from looped.depth import deepest, sample_depths
+from looped.depth import deepest, sample_depths, staircase, training_plan
 from looped.ops import attend, attends_by_products, hashed_normal, ones, parameter
-from looped.randomness import hash_key, mix64, permute, uniforms
+from looped.randomness import GOLDEN, finalise, hash_key, mix64, permute, uniforms
 from model import (
     CHOICES,
     INJECTIONS,
     MLP,
     MLPS,
     PRESETS,
-    Attention,
+    LoopInputs,
     Model,
     ModelConfig,
     discretise,
-    flat,
+    flat_twin,
     parameter_count,
 )
 from tools.sample import Depth, KVCache, read
@@ -41,12 +42,14 @@ SMALL = ModelConfig(vocab_size=40, seq_len=6, d_model=16, n_head=2, d_mlp=24, mu
 
 
 PAPER = PRESETS["parcae-140m"]
+KEYS = torch.tensor([[5], [hash_key(1, 2)], [-9]])
 
 
 DEPTHS = np.array([2, 7, 1, 3, 12, 5])
 
 
-MIXED = np.maximum(DEPTHS - 3, 0), np.minimum(DEPTHS, 3)
+DEEPEST_FIRST = np.sort(DEPTHS)[::-1]
+MIXED = np.maximum(DEEPEST_FIRST - 3, 0), np.minimum(DEEPEST_FIRST, 3)
 
 
 def make(**changes) -> Model:
@@ -76,7 +79,7 @@ def test_presets_are_the_papers():
 @pytest.mark.parametrize("name", ["parcae-140m", "transformer-140m", "rdm-100m"])
 def test_flops_are_those_of_the_matrices_and_of_attention(name):
     """Of every matrix that multiplies activations, the head's and the gates' too (paper, appendix)."""
-    c = replace(PRESETS[name], sampling="fixed")
+    c = PRESETS[name]
     d, tables = c.d_model, len(c.value_layers())
     layer = 4 * d * d + (3 if c.mlp == "swiglu" else 2) * d * c.d_mlp
     gate = 32 * c.n_head
@@ -87,7 +90,38 @@ def test_flops_are_those_of_the_matrices_and_of_attention(name):
     core, once = (core, once) if c.n_core else (0, once + tables * gate // 3)
     n, k = c.mu_rec - c.mu_bwd, c.mu_bwd
     attention = 4 * c.seq_len * d * (3 * (layers - c.n_core) + c.n_core * (n + 3 * k))
-    assert c.flops_per_token() == 2 * n * core + 6 * (k * core + once) + attention
+    a_token = 2 * n * core + 6 * (k * core + once) + attention
+    assert loss_flops(c, np.array([n, n]), np.array([k, k])) == 2 * c.seq_len * a_token
+
+
+def test_flops_of_a_run_are_those_that_its_batches_run():
+    c = replace(SMALL, mu_bwd=2, sampling="poisson-fill")
+    model = Model(c).to("meta")
+    ids = torch.zeros(4, c.seq_len, dtype=torch.int64, device="meta")
+    keys = torch.zeros(4, dtype=torch.int64, device="meta")
+    flops = 0
+    for step in range(3):
+        n, k = sample_depths(c, 5, step, 4)
+        order = np.argsort(-(n + k), kind="stable")
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = NoModules()
+        with counter:
+            loss, _ = model.loss(ids, ids, keys, n[order], k[order])
+            loss.backward()
+        flops += counter.get_total_flops()
+    assert training_flops(c, 5, 4, 3) == flops
+    assert steps_for(flops, c, 5, 4) == 3 and steps_for(flops + 1, c, 5, 4) == 4
+
+
+def test_a_law_is_told_how_much_of_the_training_has_passed(monkeypatch):
+    def growing(mu_rec, mu_bwd, u, v, progress):
+        depth = np.full(u.shape, 1 + int(4 * progress))
+        return depth - 1, np.ones_like(depth)
+
+    monkeypatch.setitem(CHOICES["sampling"], "growing", growing)
+    c = replace(SMALL, sampling="growing")
+    loops = [loss_flops(c, np.array([n]), np.array([1])) for n in range(4)]
+    assert training_flops(c, 0, 2, 8) == 4 * sum(loops)
 
 
 def test_zoh_gain_equals_float64_formula():
@@ -149,7 +183,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_active_rows_equal_each_row_alone_with_detach(changes):
-    """Loss and every gradient for mixed depths out of order: the loop over active rows, and each row by itself."""
+    """Loss and every gradient for mixed depths: the loop over active rows, and each row by itself."""
     model = make(**changes)
     flat = np.zeros(6, np.int64)
     check_against_oracle(model, *(MIXED if model.cfg.n_core else (flat, flat)))
@@ -157,12 +191,12 @@ def test_active_rows_equal_each_row_alone_with_detach(changes):
 
 @pytest.mark.parametrize("changes", [
     {"granularity": "batch", "sampling": "poisson-truncated-full"},
-    {"granularity": "token"},
-    {"granularity": "token", "injection": "none", "sampling": "poisson-full"},
+    {"injection": "none", "sampling": "poisson-full"},
+    {"sampling": "poisson-fill"},
 ], ids=str)  # fmt: skip
-def test_every_granularity_equals_each_row_alone(changes):
+def test_every_laws_batches_equal_each_row_alone(changes):
     model = make(mu_rec=3, **changes)
-    model.checkpoint_loops = changes["granularity"] == "batch"
+    model.checkpoint_loops = "granularity" in changes
     check_against_oracle(model, *sample_depths(model.cfg, 3, 5, 3))
 
 
@@ -172,9 +206,9 @@ def test_states_and_losses_at_several_depths_equal_the_oracles():
     oracle = Oracle(model.cfg, model.state_dict())
     rows = [oracle.states(ids[i], int(keys[i]), 7, 0) for i in (0, 1)]
     losses = model.losses(ids, targets, [7, 1, 0, 3], keys)
-    for depth, h in model.states(ids, [7, 1, 0, 3], keys):
+    for depth, h, inputs in model.states(ids, [7, 1, 0, 3], keys):
         assert torch.allclose(h, torch.stack([row[depth] for row in rows]), atol=1e-5)
-        assert torch.allclose(model.coda(h, ids), model.hidden(ids, depth, keys), atol=1e-9)
+        assert torch.allclose(model.coda(h, ids, inputs), model.hidden(ids, depth, keys), atol=1e-9)
         for i in (0, 1):
             want = oracle.token_losses(rows[i][depth], ids[i], targets[i])
             assert torch.allclose(losses[depth][i].double(), want, atol=1e-5)
@@ -190,7 +224,7 @@ def test_right_padding_and_batch_do_not_change_a_row():
 
 def test_a_window_is_seen_by_every_kernel(monkeypatch):
     """Three layers of three tokens each reach six tokens back, and no further; in bfloat16 too."""
-    monkeypatch.setattr(Attention, "sees", lambda _, query, key: (key <= query) & (key > query - 3))
+    monkeypatch.setattr("model.sees", lambda query, key: (key <= query) & (key > query - 3))
     for dtype in (torch.float64, torch.bfloat16):
         model = make(seq_len=12)
         model.dtype = dtype
@@ -255,8 +289,22 @@ def test_granularity_says_what_shares_a_depth():
     depth = sum(sample_depths(replace(PAPER, granularity="batch"), 0, 0, 256)).reshape(8, 32)
     assert (depth == depth[:, :1]).all() and len(set(depth[:, 0])) > 1
     assert len(sum(sample_depths(replace(PAPER, granularity="batch"), 0, 0, 40))) == 40
-    tokens = sum(sample_depths(replace(PAPER, granularity="token"), 0, 0, 2))
-    assert tokens.shape == (2, 2048) and abs(tokens.mean() - 8) < 0.3
+
+
+def test_depths_that_rise_are_refused():
+    """So is a late sequence with loops without gradient: a loop would run the wrong sequences."""
+    for n, k in (([0, 1], [2, 2]), ([1, 1], [2, 1])):
+        with pytest.raises(ValueError, match="deepest first|fewer loops"):
+            training_plan(np.array(n), np.array(k), "cpu")
+
+
+def test_the_staircase_meets_every_number_of_active_sequences():
+    for mu_bwd in (1, 2, 4):
+        met = {True: set(), False: set()}
+        for n, k in staircase(replace(SMALL, mu_bwd=mu_bwd), 9):
+            for loop in training_plan(n, k, "cpu"):
+                met[loop.gradient].add(loop.active)
+        assert met[True] == met[False] == set(range(1, 10))
 
 
 def test_hash_is_splitmix64():
@@ -328,35 +376,44 @@ def test_a_parameter_says_itself_how_it_begins_and_learns(monkeypatch):
     assert (own == 1).all() and own.lr == 0.1 and own.muon
 
 
+def test_a_parameter_without_an_init_is_named_with_what_to_write():
+    model = Model(SMALL)
+    model.spare = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"spare.weight.*parameter.*Linear"):
+        model.init_weights(0)
+
+
+def test_what_belongs_to_sequences_is_cut_to_the_active_ones():
+    inputs = LoopInputs(torch.ones(3), torch.ones(3, 2, 3), [None, torch.ones(3, 2, 3)], KEYS)
+    first = inputs.first(2)
+    assert torch.equal(first.decay, inputs.decay) and first.values[0] is None
+    assert len(first.write) == len(first.values[1]) == len(first.keys) == 2
+
+
+def test_a_uniform_number_is_the_hash_of_sequence_and_loop():
+    inputs = LoopInputs(None, None, [], KEYS)
+    index = torch.tensor([0, 3, 7])
+    for stream in (0, 5):
+        u = inputs.uniform(index, stream)
+        for got, key, loop in zip(u.tolist(), KEYS[:, 0].tolist(), index.tolist()):
+            counter = -1 - (stream << 32) - loop
+            bits = finalise((key + counter * GOLDEN) % 2**64) & 0xFFFFFF
+            assert got == pytest.approx((bits + 0.5) / 2**24)
+    many = LoopInputs(None, None, [], torch.arange(20_000)[:, None])
+    u = many.uniform(torch.full((20_000,), 2))
+    assert abs(u.mean() - 0.5) < 0.01 and abs(u.var() - 1 / 12) < 0.01
+
+
 def test_matched_models_share_initial_weights():
     """Changing the gain, the injection or the looping changes no parameter that both models have."""
     configs = [ModelConfig(), ModelConfig(gain="zoh"), ModelConfig(injection="concat")]
-    models = [Model(c) for c in (*configs, flat(ModelConfig()))]
+    models = [Model(c) for c in (*configs, flat_twin({}))]
     for m in models:
         m.init_weights(3)
     for a, b in pairwise(models):
         a, b = a.state_dict(), b.state_dict()
         assert len(a.keys() & b.keys()) > 20
         assert all(torch.equal(a[name], b[name]) for name in a.keys() & b.keys())
-
-
-class Smoothed(Model):
-    def head_loss(self, x, targets):
-        return F.cross_entropy(self.head(x), targets, reduction="sum", label_smoothing=0.05)
-
-
-@pytest.mark.parametrize("edited", [Model, Smoothed])
-def test_a_loss_by_chunks_is_head_loss_itself(edited, monkeypatch):
-    model = make()
-    model.__class__ = edited
-    ids, targets, keys = token_batch(SMALL)
-    want = model.loss(ids, targets, keys, *MIXED)[0]
-    wanted, tokens = gradients(model, want), model.losses(ids, targets, [4], keys)[4]
-    monkeypatch.setattr("model.MAX_LOGITS", 7 * SMALL.vocab_size)
-    assert torch.allclose(model.losses(ids, targets, [4], keys)[4], tokens, atol=1e-6)
-    got = model.loss(ids, targets, keys, *MIXED)[0]
-    assert abs(got - want) < 1e-6 * want
-    assert_same_gradients(gradients(model, got), wanted, 1e-6)
 
 
 def test_in_bfloat16_the_linear_path_is_rounded_once():

@@ -45,30 +45,31 @@ def rates(step):
 
 
 def take_steps(params, optimizer, steps, share=1.0):
-    """share: this rank's of the gradients."""
+    """Steps of which this rank has a share of the gradients -> the sums of the last one."""
     for t in steps:
         for name, p in params.items():
             (p * gradient(name, t) * share).sum().backward()
-        out = optimizer.step(rates(t), {"loss": torch.tensor(2.5 * share)})
-    return out
+        summed = optimizer.step(rates(t), {"loss": torch.tensor(2.5 * share)})
+    return summed
 
 
 def test_step_equals_slow_float64_reference():
     params = parameters()
     want = {name: p.detach().double() for name, p in params.items()}
     slow = SlowOptimizer(want, MATRICES, 8e-3, 4e-3)
-    out = take_steps(params, muon_and_adamw(params), range(1, 6))
+    summed = take_steps(params, muon_and_adamw(params), range(1, 6))
     for t in range(1, 6):
         gradients = {name: gradient(name, t) for name in SHAPES}
         slow.step(gradients, **vars(rates(t)))
     for name, p in params.items():
         assert (p - want[name]).abs().max() < 2e-5, name
     norm2 = sum((g.double() ** 2).sum() for g in gradients.values())
-    assert abs(out["grad_norm2"] / norm2 - 1) < 1e-5 and out["loss"] == 2.5
+    assert abs(summed["grad_norm2"] / norm2 - 1) < 1e-5
+    assert summed["loss"] == 2.5 and summed["ok"] == 1
 
 
 def test_update_clipping_equals_a_float64_formula():
-    """AdamW without epsilon, rates clipped by tensor; an element that never had a gradient stays."""
+    """AdamW without epsilon, each tensor's rate clipped; an element that never had a gradient stays."""
     p = torch.nn.Parameter(torch.ones(12))
     optimizer = clipped_adamw({"p": p, "other": torch.nn.Parameter(torch.ones(5))}, clip=1e9)
     want, first, second = np.ones(12), 0.0, 0.0
@@ -116,12 +117,13 @@ def test_polar_express_approaches_the_polar_factor(shape):
 
 
 @pytest.mark.parametrize("bad", ["gradient", "loss"])
-def test_a_step_that_is_not_finite_changes_nothing(bad):
+def test_a_step_that_is_not_finite_changes_nothing_and_says_so(bad):
     params, clean = parameters(), parameters()
     optimizer, twin = muon_and_adamw(params), muon_and_adamw(clean)
     take_steps(params, optimizer, [1, 2])
     params["c"].grad[0, 0] = math.nan if bad == "gradient" else 1.0
-    optimizer.step(rates(3), {"loss": torch.tensor(math.inf if bad == "loss" else 2.5)})
+    loss = torch.tensor(math.inf if bad == "loss" else 2.5)
+    assert optimizer.step(rates(3), {"loss": loss})["ok"] == 0
     take_steps(params, optimizer, [3])
     take_steps(clean, twin, [1, 2, 3])
     assert all(torch.equal(p, clean[name]) for name, p in params.items())
@@ -143,10 +145,10 @@ def continued(make, state, rank=0, world=1):
     optimizer = make(params, rank=rank, world=world)
     optimizer.load_state_dict(state)
     share = (rank + 1) * 2 / (world * (world + 1))  # over the ranks they add up to 1
-    sums = take_steps(params, optimizer, [2, 3], share)
+    summed = take_steps(params, optimizer, [2, 3], share)
     moments = optimizer.state_dict()
     weights = {name: p.detach() for name, p in params.items()}
-    return {"weights": weights, "sums": sums, **moments}
+    return {"weights": weights, "sums": summed, **moments}
 
 
 def worker(rank, world, make, state, folder):
@@ -160,16 +162,16 @@ def worker(rank, world, make, state, folder):
 @pytest.mark.parametrize("make", [muon_and_adamw, clipped_adamw])
 def test_ranks_go_on_from_the_state_of_one_as_one_does(world, make, tmp_path):
     params = parameters()
-    first = make(params)
-    take_steps(params, first, [1])
-    state = first.state_dict()
+    optimizer = make(params)
+    take_steps(params, optimizer, [1])
+    state = optimizer.state_dict()
     # macOS ends a forked process that looks up its host, as gloo does; elsewhere forking is faster
     start = "spawn" if sys.platform == "darwin" else "fork"
     mp.start_processes(worker, (world, make, state, tmp_path), nprocs=world, start_method=start)
     want = continued(make, state)
-    found, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
+    first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
     for kind in ("weights", "sums", "first", "second"):
         for name, wanted in want[kind].items():
-            assert torch.allclose(found[kind][name], wanted, rtol=1e-5, atol=2e-6), (kind, name)
+            assert torch.allclose(first[kind][name], wanted, rtol=1e-5, atol=2e-6), (kind, name)
     for other in others:  # no rank drifts off
-        assert all(torch.equal(w, found["weights"][name]) for name, w in other["weights"].items())
+        assert all(torch.equal(w, first["weights"][name]) for name, w in other["weights"].items())

@@ -1,14 +1,15 @@
-"""The norms of studies/spectra.py against slow computations, and its pages."""
+"""The norms of studies/spectra.py against slow computations, and its pages; int8 of studies/inference.py."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from helpers import run_program
 
+import train
 from model import Model, ModelConfig, load_run
-from studies import spectra
+from studies import inference, spectra
 
 SMALL = ModelConfig(
     vocab_size=61,
@@ -51,7 +52,7 @@ def test_norms_equal_a_naive_loop(mechanism, injection):
     keys = torch.tensor([5, 6])
     got = spectra.loop_norms(model, ids, keys, 3)
     previous = None
-    for T, h in model.states(ids, [0, 1, 2, 3], keys):
+    for T, h, _ in model.states(ids, [0, 1, 2, 3], keys):
         assert got["state"][T] == pytest.approx(norm(h), rel=1e-5)
         if T:
             assert got["residual"][T] == pytest.approx(norm(h - previous), rel=1e-4)
@@ -102,8 +103,8 @@ def cells(text, title):
 
 def test_pages_of_runs_and_of_checkpoints_over_training(packed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        run_program("train.py", "--data", packed, "--out", tmp_path / name, *SIZES.split())
+    train.main(["--data", str(packed), "--out", "a", *SIZES.split()])
+    shutil.copytree("a", "b")
     monkeypatch.setattr(spectra, "ROWS", 3)
     spectra.main(["a", "b", "--out", "both"])
     text = (tmp_path / "both/norms.md").read_text()
@@ -116,3 +117,10 @@ def test_pages_of_runs_and_of_checkpoints_over_training(packed, tmp_path, monkey
     assert over[0][1:] == ["a, step 3", "a, step 6", "a, step 9", "a, step 12"]
     assert [row[-1] for row in over[1:]] == [row[1] for row in at_end[1:]]
     assert (tmp_path / "a/training-spectra.png").is_file()
+
+
+def test_int8_is_the_nearest_of_255_levels():
+    weight = torch.randn(6, 20)
+    levels = weight.abs().amax(1, keepdim=True) * torch.arange(-127, 128) / 127  # (out, level)
+    nearest = (weight.unsqueeze(-1) - levels.unsqueeze(1)).abs().argmin(-1)  # (out, in)
+    assert torch.allclose(inference.rounded(weight), levels.gather(1, nearest))

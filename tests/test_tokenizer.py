@@ -1,6 +1,7 @@
 """The tokenizer file and tiktoken give what the BPE trainer itself gives; byte counts come from bytes."""
 
 import random
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import rustbpe
 from helpers import refused, write_jsonl
 
 import tokenizer_train as tt
-from looped.corpus import find_shards
+from looped.corpus import Shard
 from looped.tokenizer import (
     PATTERN,
     PIECE,
@@ -97,8 +98,9 @@ def test_a_million_equal_characters_survive(trained, unit):
 
 
 def train(folder, out, vocab_size=600):
-    line = ["--texts", folder, "--vocab-size", vocab_size, "--out", out]
-    tt.main([str(part) for part in line])
+    """Trains on what is in the folder but b.jsonl."""
+    line = ["--texts", folder, "--val", folder / "b.jsonl", "--vocab-size", vocab_size]
+    tt.main([str(part) for part in (*line, "--out", out)])
 
 
 def test_training_is_the_trainers_without_validation(tmp_path):
@@ -114,31 +116,31 @@ def test_training_is_the_trainers_without_validation(tmp_path):
 
 def test_a_tokenizer_belongs_to_its_texts(tmp_path, monkeypatch, capsys):
     out = tmp_path / "made" / "t.json"
-    write_jsonl(tmp_path / "b.jsonl", corpus(1, 50))
-    write_jsonl(tmp_path / "z.jsonl", ["validation"])
-    monkeypatch.setattr(tt, "MAX_CHARS", 1000)
+    for name in ("b", "c", "d"):
+        write_jsonl(tmp_path / f"{name}.jsonl", corpus(1, 50))
+    write_jsonl(tmp_path / "b.jsonl", ["validation"])
+    monkeypatch.setattr(tt, "MAX_CHARS", 1000)  # c.jsonl has more
     train(tmp_path, out, 300)
     before = out.stat().st_mtime_ns
-    write_jsonl(tmp_path / "d.jsonl", corpus(3, 50))  # a second file, which is not read
+    write_jsonl(tmp_path / "d.jsonl", ["is not read"])
     train(tmp_path, out, 300)
     assert out.stat().st_mtime_ns == before
-    refused(capsys, partial(train, tmp_path, out, 301), "another vocabulary")
-    write_jsonl(tmp_path / "a.jsonl", corpus(4, 50))
-    refused(capsys, partial(train, tmp_path, out, 300), "of other texts", "another --out")
+    refused(capsys, partial(train, tmp_path, out, 301), "with vocab_size 300, not 301")
+    write_jsonl(tmp_path / "c.jsonl", corpus(4, 50))
+    refused(capsys, partial(train, tmp_path, out, 300), "c.jsonl has changed", f"delete {out}")
 
 
 def test_of_a_document_its_beginning_is_used_and_of_the_corpus_so_much(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", ["x" * 30_000] * 3)
-    write_jsonl(tmp_path / "b.jsonl", ["y"])
     monkeypatch.setattr(tt, "MAX_CHARS", 10_001)
-    used = tt.training_texts(find_shards(tmp_path)[1:], {})
-    assert [len(text) for text in used] == [10_000] * 2
+    shard = Shard("a", [tmp_path / "a.jsonl"])
+    assert [len(text) for text in tt.training_texts([shard], Counter())] == [10_000] * 2
 
 
 def test_too_little_text_for_the_vocabulary_is_said(tmp_path, capsys):
     write_jsonl(tmp_path / "a.jsonl", ["abcabc abc"])
     write_jsonl(tmp_path / "b.jsonl", ["validation"])
-    out = tmp_path / "t.json"
+    out = tmp_path / "made" / "t.json"
     refused(capsys, partial(train, tmp_path, out, 1000), "yields only", "a smaller --vocab-size")
-    assert not out.exists()
+    assert not out.parent.exists()
     refused(capsys, partial(load_tokenizer, out), "no tokenizer at", "tokenizer_train.py")

@@ -16,24 +16,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import refused, run_program, small_core, write_bundle
+from helpers import refused, run_program
 from oracle import Oracle, SlowOptimizer
 
-import core_eval
+import launch
 import train
 from dataloader import PackedData
 from looped import machine
-from looped.core_tasks import load_panel
 from looped.depth import sample_depths, share_out
-from looped.machine import ONE_PROCESS
 from looped.randomness import FOR_EVAL, FOR_STATE, hash_key
-from looped.run import checkpoints, read_log
+from looped.run import checkpoints, decisive, read_log
 from looped.tokenizer import load_tokenizer
 from model import PRESETS, Model, load_run
 
 STEPS = 12
 SIZES = "--vocab-size 300 --seq-len 32 --d-model 32 --d-mlp 64 --batch-size 12 --dtype float32 --eval-tokens 1000"
-SAVING = "--eval-depths 1,8 --eval-every 5 --save-every 4 --momentum-warmup 6"
+SAVING = "--eval-depths 1,8 --eval-every 5 --save-every 0 --momentum-warmup 6"
 FLAGS = f"{SIZES} {SAVING} --tokens {STEPS * 32 * 12}".split()
 NETWORK = replace(PRESETS["nano"], vocab_size=300, seq_len=32, d_model=32, d_mlp=64)
 
@@ -121,13 +119,14 @@ def test_a_run_equals_the_oracles(base, packed):
 
 def test_recipes_are_the_papers():
     for size, tokens, adam_lr in (("140m", 11.2e9, 8e-3), ("1.3b", 104e9, 6e-3)):
-        recipe = train.recipe_of(f"transformer-{size}")
-        assert recipe == train.Recipe(tokens, batch_size=256, adam_lr=adam_lr, muon_lr=8e-3)
-    assert train.recipe_of("parcae-rdm-100m") == train.RECIPES["rdm-100m"]
+        for family in ("parcae", "transformer"):
+            recipe = train.RECIPES[f"{family}-{size}"]
+            assert recipe == train.Recipe(tokens, batch_size=256, adam_lr=adam_lr, muon_lr=8e-3)
+    assert train.RECIPES.keys() == PRESETS.keys()
 
 
 def test_validation_equals_a_plain_loop_over_rows(base, packed):
-    model, _, _ = load_run(base)
+    model, _ = load_run(base)
     data, enc = PackedData(packed), load_tokenizer(packed / "tokenizer.json")
     total, nats, size = 0.0, 0.0, 0
     final = log(base)["eval", STEPS]
@@ -151,8 +150,8 @@ def test_micro_batches_change_nothing_and_checkpoints_are_kept(base, packed, tmp
     here(packed, tmp_path / "r", "--device-batch-size", "3", "--keep-every", "3")
     assert_close(base, tmp_path / "r")
     kept = [path.name for path in checkpoints(tmp_path / "r")]
-    assert kept == [f"step_{step:07d}.pt" for step in (3, 6, 8, 9, 12) if step != 8]
-    assert [path.name[-5:] for path in checkpoints(base)] == ["08.pt", "12.pt"]
+    assert kept == [f"step_{step:07d}.pt" for step in (3, 6, 9, 12)]
+    assert [path.name[-5:] for path in checkpoints(base)] == ["12.pt"]
 
 
 def compile_with(monkeypatch, backend):
@@ -174,7 +173,7 @@ def test_a_compiler_that_fails_ends_only_a_run_that_asks_for_it(
         raise RuntimeError("no compiler")
 
     compile_with(monkeypatch, fails)
-    monkeypatch.setattr(train, "COMPILE_STEPS", 1)
+    monkeypatch.setattr(launch, "COMPILE_STEPS", 1)
     here(packed, tmp_path / "auto")
     assert_close(base, tmp_path / "auto")
     with pytest.raises(Exception, match="no compiler"):
@@ -183,8 +182,8 @@ def test_a_compiler_that_fails_ends_only_a_run_that_asks_for_it(
 
 def test_rates_rise_and_fall_over_a_fraction_of_the_run_or_a_number_of_steps():
     for warmup, cooldown in ((10, 20), (0.1, 0.2)):
-        args = argparse.Namespace(warmup=warmup, cooldown=cooldown, momentum_warmup=0)
-        lrs = [train.schedule(step, 100, args).lr for step in range(100)]
+        args = argparse.Namespace(warmup=warmup, cooldown=cooldown, momentum_warmup=0, steps=100)
+        lrs = [train.schedule(step, args).lr for step in range(100)]
         assert lrs[0] == 0.1 and lrs[9:81] == [1.0] * 72
         assert abs(lrs[90] - 0.5) < 1e-12 and abs(lrs[99] - 0.05) < 1e-12
 
@@ -215,21 +214,6 @@ def test_ranks_equal_one_and_a_run_resumes_on_another_number_of_them(packed, tmp
     assert a["optimizer"]["first"].keys() == b["optimizer"]["first"].keys()
 
 
-def test_core_in_training_is_core_eval_of_the_weights_then(base, packed, tmp_path):
-    run, bundle = tmp_path / "run", write_bundle(tmp_path / "bundle.zip", small_core())
-    for more in (["--stop-at", "8"], ["--resume"]):
-        here(packed, run, "--core-every", "8", "--bundle", bundle, *more)
-    assert_identical(run, base)
-    checkpoints(run)[-1].unlink()
-    model, enc = load_run(run)[0], load_tokenizer(run / "tokenizer.json")
-    want = core_eval.quick_score(
-        model, enc, load_panel(bundle, limit=train.CORE_EXAMPLES), ONE_PROCESS
-    )
-    found = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    (core,) = [record for record in found if record["kind"] == "core"]
-    assert core["step"] == 8 and core["mean"] == want["mean"]
-
-
 # -- interruption ------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +233,7 @@ def test_resumed_is_bitwise_uninterrupted_and_a_finished_run_is_left_alone(
 
 def test_a_run_that_is_killed_at_any_moment_loses_nothing(base, packed, tmp_path):
     run, rng = tmp_path / "r", random.Random(0)
-    line = (packed, run, "--save-every", "1", "--resume")
+    line = (packed, run, "--save-every", "1e-9", "--resume")
     for _ in range(3):
         process = multiprocessing.get_context("fork").Process(target=here, args=line)
         steps = len(read_log(run).train) if run.exists() else 0
@@ -269,10 +253,10 @@ def test_a_run_that_is_killed_at_any_moment_loses_nothing(base, packed, tmp_path
 def test_a_signal_saves_the_step_at_hand(number, base, packed, tmp_path, monkeypatch):
     run, draw = tmp_path / "r", train.next_batch
 
-    def next_batch(data, cfg, args, step, place):
+    def next_batch(data, cfg, args, step, rank):
         if step == 5:
             os.kill(os.getpid(), number)
-        return draw(data, cfg, args, step, place)
+        return draw(data, cfg, args, step, rank)
 
     monkeypatch.setattr(train, "next_batch", next_batch)
     handler = signal.getsignal(number)
@@ -290,7 +274,7 @@ def test_a_signal_saves_the_step_at_hand(number, base, packed, tmp_path, monkeyp
     [
         ("--preset transformer-nano", {0}),
         ("--mechanism hyper --streams 2 --gain zoh --residual-dtype float32", {8, 1}),
-        ("--granularity token --injection concat --optimizer adamw", {8, 1}),
+        ("--granularity batch --injection concat --optimizer adamw", {8, 1}),
     ],
 )
 def test_other_models_train_validate_and_resume(network, depths, packed, tmp_path):
@@ -304,6 +288,16 @@ def test_other_models_train_validate_and_resume(network, depths, packed, tmp_pat
     records = log(whole)
     assert records["eval", STEPS]["loss"].keys() == depths
     assert records["train", STEPS]["loss"] < records["train", 1]["loss"] - 0.1
+
+
+def test_a_dry_run_says_what_the_run_would_record(base, packed, capsys):
+    here(packed, base, "--dry-run")
+    config = json.loads(capsys.readouterr().out)
+    ran = json.loads((base / "config.json").read_text())
+    assert decisive(config) == decisive(ran) and config["flops"] == ran["flops"]
+    assert train.planned(flags(packed, base))["steps"] == STEPS
+    other = train.planned(flags(packed, base, "--rows", 100))
+    assert other["data"]["rows"] == 100 and decisive(other) != decisive(ran)
 
 
 def test_a_run_begins_with_another_runs_weights(base, packed, tmp_path, capfd):
@@ -320,12 +314,12 @@ def test_what_is_not_finite_is_skipped_and_written_as_null(packed, tmp_path, mon
     head_loss, calls = Model.head_loss, []
 
     def sometimes(model, x, targets):
-        calls.append(1)
+        calls.extend([] if x.is_meta else [1])  # FLOPs are counted with tensors on "meta"
         return head_loss(model, x, targets) * (math.nan if len(calls) in (2, 5, 6, 7) else 1)
 
     monkeypatch.setattr(Model, "head_loss", sometimes)
     with pytest.raises(SystemExit):
-        here(packed, tmp_path / "r", "--compile", "off", "--save-every", "1", "--eval-every", "100")
+        here(packed, tmp_path / "r", "--compile", "off", "--eval-every", "0")
     assert "3 steps in a row, up to step 7, had no finite loss" in capfd.readouterr().err
     records = read_log(tmp_path / "r").train
     assert [record.get("skipped", False) for record in records] == [
@@ -344,20 +338,31 @@ def test_parameters_that_stay_as_they_were_are_named(packed, tmp_path, monkeypat
     monkeypatch.setattr(train, "Model", Edited)
     here(packed, tmp_path / "r", "--tokens", 21 * 32 * 12, "--muon-lr", 0)
     notes = capfd.readouterr().err
-    assert "spare.weight has had no gradient in the first 20 steps" in notes
+    assert "spare.weight has had no gradient so far" in notes
     assert "blocks.0.attn.o.weight has not moved" in notes
     assert "wte" not in notes
 
 
-def test_comments_and_docstrings_are_no_other_code(tmp_path):
-    (tmp_path / "looped").mkdir()
-    for name in ("train.py", "model.py", "muon.py", "dataloader.py"):
-        (tmp_path / name).write_text('def f():\n    """A."""\n    return 1\n')
-    before = machine.code_hash(tmp_path)
-    (tmp_path / "model.py").write_text('# one\ndef f():\n    """B."""\n    return (1)\n')
-    assert machine.code_hash(tmp_path) == before
-    (tmp_path / "model.py").write_text("def f():\n    return 2\n")
-    assert machine.code_hash(tmp_path) != before
+def test_other_code_is_what_train_imports_but_for_comments_and_docstrings(tmp_path):
+    (tmp_path / "looped" / "deep").mkdir(parents=True)
+    (tmp_path / "train.py").write_text("import model\n")
+    (tmp_path / "core_eval.py").write_text("import train\n")
+    (tmp_path / "model.py").write_text('def f():\n    """A."""\n    from looped.deep import part\n')
+    for folder in ("looped", "looped/deep"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "looped/deep/part.py").write_text("FACTOR = 0.5\n")
+    before = code_of(tmp_path)
+    (tmp_path / "core_eval.py").write_text("import train, model\n")
+    model = '# one\ndef f():\n    """B."""\n    from looped.deep import part\n'
+    (tmp_path / "model.py").write_text(model)
+    assert code_of(tmp_path) == before
+    (tmp_path / "looped/deep/part.py").write_text("FACTOR = 5.0\n")
+    assert code_of(tmp_path) != before
+
+
+def code_of(root):
+    machine.code_hash.cache_clear()
+    return machine.code_hash(root)
 
 
 REFUSED = {
@@ -367,6 +372,9 @@ REFUSED = {
     "--mu-rec 4 --mu-bwd 5": "--mu-bwd 5 exceeds --mu-rec 4; try --mu-bwd 4",
     "--preset transformer-nano --gain zoh": "--gain has no meaning without a loop",
     "--injection add --gain zoh": "--gain has no meaning with --injection add",
+    "--mu-rec 0": "--mu-rec 0 is no loop; try --mu-rec 1",
+    "--batch-size 0": "0 must be at least 1",
+    "--optimizer adamw --weight-decay 0 --momentum-warmup 0": "--momentum-warmup has no meaning with --optimizer adamw",
     "--optimizer adamw --muon-lr 0.1": "--muon-lr has no meaning with --optimizer adamw",
     "--flops 1e9": "--tokens has no meaning with --flops",
 }

@@ -1,37 +1,24 @@
 """The tree: which file may import which."""
 
-import ast
-from pathlib import Path
-
 import pytest
 from helpers import ROOT
 
+from looped.machine import imports
+
 SHARED = {"model", "dataloader", "tokenizer_train"}
-TOP = SHARED | {"core_eval", "train", "muon"}
+TOP = SHARED | {"core_eval", "launch", "train", "muon"}
 MAY_IMPORT = {
     "muon": set(),
     "model": {"looped"},
     "dataloader": {"looped"},
     "tokenizer_train": {"looped"},
     "core_eval": {"looped", *SHARED},
-    "train": {"looped", *SHARED, "core_eval", "muon"},
+    "launch": {"looped", *SHARED},
+    "train": {"looped", *SHARED, "launch", "muon"},
     "looped": {"looped"},
     "tools": {"looped", "tools", *TOP},
     "studies": {"looped", "studies", "tools", *TOP},
 }
-
-
-def imports(path: Path) -> set[str]:
-    """The first names of all modules that a file imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module]
-        found |= {name.split(".")[0] for name in names}
-    return found
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)

@@ -1,52 +1,42 @@
-"""Arms: runs that differ in the seed alone. Their losses, and how one arm differs from another.
+"""Arms: runs that differ in the seed alone, and whether one arm is better than another.
 
-For tools.report, tools.ablate and studies/. Losses: nats per token. A difference is paired by seed:
-its mean over seeds ± half the 95 % Student t interval.
+An arm is what decides its numbers: the configuration that its own code prints for its flags with
+`train.py --dry-run`. Its key is a hash of that without the seed; its label only stands on pages. A
+difference is paired by seed: the mean over seeds ± half the 95 % Student t interval, below 0 where the
+arm is better than the base. Losses are nats per token, or bits per byte where tokenizers differ.
 """
 
+import hashlib
 import json
 import math
+import re
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+import train
+from dataloader import PackedData
 from looped.common import fail
-from looped.run import read_log
-from tools.figures import (
-    Plot,
-    depth_plot,
-    figure,
-    frame_table,
-    half_width,
-    plus_minus,
-    records_table,
-    t_quantile,
-)
-from train import BAD_STEPS
+from looped.machine import ROOT, code_hash
+from looped.run import decisive, read_log
+from tools.figures import half_width, t_quantile
 
-TOKENS = "tokens trained, millions"
-TRAINED = "at mu_rec"  # of the tables: at the depth that a run was trained with
-SHOWN = [1, 2, 4, 8, 12, 16, 24, 64]  # depths of the tables
-POINTS = 100  # of a curve over training, each the mean of its steps
-CURVES = {  # {of the log's records: (the axis' label, its scale)}
-    "loss": ("training loss, nats/token", "linear"),
-    "grad_norm": ("gradient norm", "log"),
-    "rho": ("spectral radius ρ(Ā)", "linear"),
-    "decay_max": ("largest decay a loop", "linear"),
-    "decay_mean": ("mean decay a loop", "linear"),
-    "state_norm": ("state norm ‖h‖ after the last loop", "log"),
-    "residual": ("residual ‖Δh‖ of the last loop", "log"),
-}
-COSTS = {  # {column: format of its numbers}
-    "parameters": ",.0f", "FLOPs a token": ",.4g", "tokens trained": ",.0f", "training FLOPs": ".3g",
-    "tokens/s": ",.0f", "minutes in steps": ".1f", "peak memory, GiB": ".2f",
+TRAININGS = Path("runs/ablate/trainings")
+ROUNDING = ("ranks", "device_batch_size")  # of what decides a run's numbers: the last digits alone
+UNITS = {"loss": "nats/token", "bpb": "bits/byte"}  # by the name in an evaluation's record
+MEASURED_ON = {  # the parts of a yardstick
+    "text": "validation text", "rows": "validation rows", "tokenizer": "tokenizer",
+    "seq_len": "row length", "tokens": "number of validation tokens",
 }  # fmt: skip
-CAPTION = (
-    "Val loss by depth (the grey line: the trained mean depth), and its difference over training; "
-    "mean over seeds and 95 % interval."
-)
+FEW_TOKENS = 5  # a parameter
+# standard deviation over 4 and 8 seeds of `nano` and its flat twin in results/ledger
+SCATTER = "seeds scatter by about 0.004 (nano on code, 20 tokens a parameter)"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -56,15 +46,16 @@ CAPTION = (
 @dataclass
 class Run:
     name: str
-    config: dict  # config.json
+    config: dict  # config.json, with "commit", "branch", "edited" and "date"
     train: list[dict]  # the records of log.jsonl by step
     evals: list[dict]
     core: dict[str, dict] = field(default_factory=dict)  # {file: what core_eval.py wrote}
     diverged_at: int | None = None  # step
+    notes: list[str] = field(default_factory=list)  # that its training printed
 
     @property
     def flags(self) -> dict:
-        """Of the training and of the network."""
+        """The flags of training and network."""
         return self.config["args"] | self.config["model"]
 
     @property
@@ -84,7 +75,30 @@ class Run:
     @property
     def loss(self) -> float:
         """The last val loss at mu_rec, nats/token; NaN if there is none."""
-        return self.last["loss"].get(self.depth, math.nan)
+        return self.at_depth(self.depth)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained."""
+        return self.train[-1]["tokens"]
+
+    @property
+    def flops(self) -> float:
+        """Training FLOPs of the whole run."""
+        return self.config.get("flops", self.config["flops_per_token"] * self.tokens)
+
+    @property
+    def yardstick(self) -> dict:
+        """What the last evaluation was measured on: older runs have no more than these two hashes."""
+        if "yardstick" in self.last:
+            return self.last["yardstick"]
+        return {"rows": self.config["data"]["sha256"], "tokens": self.last.get("eval_tokens")}
+
+    def at_depth(self, depth: int, unit: str = "loss") -> float:
+        """The last val loss at a depth. A model of one depth has the same at every one."""
+        if self.has_one_depth():
+            depth = self.depth
+        return self.last.get(unit, {}).get(depth, math.nan)
 
     def counts(self) -> bool:
         """Whether it ended well, and one code made it."""
@@ -98,7 +112,7 @@ class Run:
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Everything known about a run. Its name says if other code continued it."""
+    """A run directory's run. Its name says if other code continued it."""
     config = json.loads((path / "config.json").read_text())
     log = read_log(path)
     if not log.train:
@@ -106,89 +120,148 @@ def read_run(path: Path, name: str) -> Run:
     config["other_code"] = any(start["code"] != config["code"] for start in log.starts)
     if config["other_code"]:
         name += " (continued by other code)"
+    written = time.gmtime((path / "log.jsonl").stat().st_mtime)
+    config["date"] = time.strftime("%Y-%m-%d", written)
+    config |= commit_of(config)
     core = {}
-    for file in sorted(path.glob("core_*_*.json")):
+    for file in sorted(path.glob("core_eval_*.json")):
         core[file.stem] = json.loads(file.read_text())
-    return Run(name, config, log.train, log.evals, core, divergence(log.train))
+    from_scratch = not config["init_from"]
+    diverged_at = divergence(log.train, from_scratch)
+    return Run(name, config, log.train, log.evals, core, diverged_at, notes_of(path))
 
 
-def divergence(records: list[dict]) -> int | None:
+def commit_of(config: dict) -> dict:
+    """The commit and branch of a run's code, and whether its files had edits."""
+    git = config["git"]
+    return {"commit": git["commit"], "branch": git["branch"], "edited": bool(git["diff"])}
+
+
+def notes_of(path: Path) -> list[str]:
+    """What a training printed of itself beside its numbers, each once; screen.txt is tools.runner's."""
+    screen = path / "screen.txt"
+    if not screen.exists():
+        return []
+    notes = re.findall(
+        r"^(?:note: .*|.*recompile_limit.*)$", screen.read_text(errors="replace"), re.M
+    )
+    return [*dict.fromkeys(note.removeprefix("note: ") for note in notes)]
+
+
+def divergence(records: list[dict], from_scratch: bool = True) -> int | None:
     """The first step of a divergence, or None.
 
-    Diverged: train.py stopped the run (three steps in a row without a finite loss or gradient);
-    or its training loss ends above its start, or more than 0.5 nats above its lowest (medians
-    of the last twentieth of the steps so far); or the state explodes: ‖h_T‖ becomes 10,000
-    times that of step 1, or of 1, if it was below (the raw loop may begin at 0).
+    Diverged: train.py stopped the run (three steps in a row without a finite loss or gradient); or its
+    training loss ends more than 0.5 nats above its lowest, or, where it began from scratch, above its
+    start (medians of the last twentieth of the steps so far); or the state explodes: ‖h_T‖ becomes
+    10,000 times that of step 1, or of 1, if it was below (the raw loop may begin at 0).
     """
     steps = pd.DataFrame(records, columns=["step", "loss", "state_norm", "skipped"], dtype=float)
-    norm = steps.state_norm
-    bad = norm > 1e4 * max(norm[0], 1.0)
-    if steps.skipped[-BAD_STEPS:].sum() == BAD_STEPS:
-        bad.iloc[-BAD_STEPS:] = True
+    bad = list(np.flatnonzero(steps.state_norm > 1e4 * max(steps.state_norm[0], 1.0)))
+    if steps.skipped[-train.BAD_STEPS :].sum() == train.BAD_STEPS:
+        bad.append(len(steps) - train.BAD_STEPS)
     else:
         width = max(1, len(steps) // 20)
         medians = steps.loss.rolling(width, min_periods=1).median()
-        limit = np.nanmin([medians[0], medians.min() + 0.5])
-        last_good = medians.index[medians <= limit][-1]
-        bad[last_good + 1 :] = True
-    return int(steps.step[bad].min()) if bad.any() else None
-
-
-def cost_of(run: Run) -> dict:
-    steps = pd.DataFrame(run.train, columns=["tokens", "tok_s", "ms", "mem_gb"], dtype=float)
-    tokens = int(steps.tokens.max())
-    flops = run.config["flops_per_token"]
-    cost = {"parameters": run.config["params"], "FLOPs a token": flops}
-    cost["tokens trained"] = tokens
-    cost["training FLOPs"] = tokens * flops
-    cost["tokens/s"] = steps.tok_s.median()
-    cost["minutes in steps"] = steps.ms.sum() / 6e4
-    cost["peak memory, GiB"] = steps.mem_gb.max()
-    return cost
+        limit = medians.min() + 0.5
+        if from_scratch:
+            limit = min(limit, medians[0])
+        good = np.flatnonzero(medians <= limit)
+        if good[-1] + 1 < len(steps):
+            bad.append(good[-1] + 1)
+    return int(steps.step[min(bad)]) if bad else None
 
 
 # -------------------------------------------------------------------------------------------------
-# Arms
+# An arm
 
 
-@dataclass
+@dataclass(eq=False)
 class Arm:
     label: str
+    flags: list[str] = field(default_factory=list)  # of train.py, without --seed and --out
     group: str = ""  # the first arm of a group is what its others are compared with
+    code: Path = ROOT  # the checkout whose train.py trains it
+    origin: str = ""  # of the code, in words: branch, commit, edits
     runs: list[Run] = field(default_factory=list)
+    source: dict = field(default_factory=dict)  # {depth or score: the source's number}, of studies
 
     @property
     def name(self) -> str:
         return f"{self.group}, {self.label}".removeprefix(", ")
 
+    @cached_property
+    def config(self) -> dict:
+        """config.json as the arm's own code plans it, at seed 0."""
+        flags = [*self.flags, "--out", str(TRAININGS / "planned")]
+        if code_hash(self.code) == code_hash():  # the same code, which is loaded here
+            return train.planned(flags)
+        line = [sys.executable, self.code / "train.py", *flags, "--dry-run"]
+        done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            fail(f"{self.name}: train.py does not start, see above")
+        packing, start, config = done.stdout.partition("{\n")
+        print(packing, end="")
+        return json.loads(start + config)
+
+    @property
+    def key(self) -> str:
+        """A hash of all that decides the arm's numbers: arms of one key are one."""
+        settings = json.dumps(identity(self.config), sort_keys=True)
+        return hashlib.sha256(settings.encode()).hexdigest()[:12]
+
+    @property
+    def depth(self) -> int:
+        """mu_rec of its runs; 0 without a loop"""
+        return self.runs[0].depth
+
+    @property
+    def yardstick(self) -> dict:
+        """What its losses are measured on; of an arm without runs, what they will be."""
+        if self.runs:
+            return self.runs[0].yardstick
+        rows = PackedData(self.config["data"]["path"])
+        return rows.yardstick | {"tokens": self.config["args"]["eval_tokens"]}
+
     def diverged(self) -> list[int]:
         """The steps at which runs diverge."""
         return [run.diverged_at for run in self.runs if run.diverged_at is not None]
 
-    def losses(self, depths: list) -> pd.DataFrame:
-        """Last val losses of the runs that count: a row a seed, a column a depth, and one for
-        mu_rec. A model of one depth has its one loss at every depth.
-        """
-        found = {}
-        for run in filter(Run.counts, self.runs):
-            known = run.last["loss"]
-            if run.has_one_depth():
-                known = dict.fromkeys(depths, run.loss)
-            found[run.seed] = known | {TRAINED: run.loss}
-        return pd.DataFrame(found, [TRAINED, *depths], dtype=float).T
+    def losses(self, unit: str = "loss") -> pd.Series:
+        """Last val losses at mu_rec of the runs that count, by seed."""
+        found = {run.seed: run.at_depth(run.depth, unit) for run in self.runs if run.counts()}
+        return pd.Series(found, dtype=float)
 
-    def over_training(self) -> pd.DataFrame:
+    def losses_at(self, depths: list[int], unit: str = "loss") -> pd.DataFrame:
+        """Last val losses of the runs that count: a row a seed, a column a depth."""
+        rows = {}
+        for run in filter(Run.counts, self.runs):
+            rows[run.seed] = {depth: run.at_depth(depth, unit) for depth in depths}
+        return pd.DataFrame(rows, depths, dtype=float).T
+
+    def over_training(self, unit: str = "loss") -> pd.DataFrame:
         """Val losses at mu_rec of the runs that count, each on as many tokens as its last: a row a
         seed, a column a validation.
         """
-        found = {}
+        rows = {}
         for run in filter(Run.counts, self.runs):
-            found[run.seed] = {}
+            rows[run.seed] = {}
             for record in run.evals:
                 # the ledger's older lines have this of the last one alone
                 if record.get("eval_tokens") in (None, run.last["eval_tokens"]):
-                    found[run.seed][record["tokens"]] = record["loss"].get(run.depth)
-        return pd.DataFrame(found, dtype=float).T
+                    rows[run.seed][record["tokens"]] = record.get(unit, {}).get(run.depth)
+        return pd.DataFrame(rows, dtype=float).T
+
+
+def identity(config: dict) -> dict:
+    """What the runs of an arm share: all that decides their numbers, but the seed and rounding."""
+    settings = decisive(config)
+    for name in ("seed", *ROUNDING):
+        settings.pop(name)
+    if config["args"]["flops"]:  # the steps that these take are another number at another seed
+        settings["steps"] = config["args"]["flops"]
+        settings.pop("eval_every")
+    return settings
 
 
 def base_of(arm: Arm, arms: list[Arm]) -> Arm:
@@ -196,18 +269,63 @@ def base_of(arm: Arm, arms: list[Arm]) -> Arm:
     return next(other for other in arms if other.group == arm.group)
 
 
-def depths_of(arms: list[Arm]) -> list[int]:
-    """All depths that looped runs were evaluated at."""
-    known = set()
-    for arm in arms:
-        for run in arm.runs:
-            known.update(run.last["loss"])
-    return sorted(known - {0}) or [1]
+# -------------------------------------------------------------------------------------------------
+# A difference
 
 
-def paired(losses: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
-    """Differences at the seeds, and in the columns, that both have."""
-    return (losses - base).dropna(how="all").dropna(axis="columns")
+@dataclass
+class Verdict:
+    """How an arm compares with its base."""
+
+    kind: str  # better, worse, not shown, diverged, no effect, not comparable
+    sentence: str
+    unit: str = "loss"
+    gaps: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by seed
+
+    @property
+    def mean(self) -> float:
+        return float(self.gaps.mean())
+
+    @property
+    def half_width(self) -> float:
+        return half_width(self.gaps)
+
+
+def compared_in(arm: Arm, base: Arm) -> str:
+    """The unit in which two arms compare; "" where they do not: other validation rows, say."""
+    differ = unlike(arm, base)
+    if not differ:
+        return "loss"
+    only_tokenizer = "tokenizer" in differ and not {"text", "seq_len"} & set(differ)
+    return "bpb" if only_tokenizer else ""
+
+
+def unlike(arm: Arm, base: Arm) -> list[str]:
+    """The parts in which the yardsticks of two arms differ."""
+    ours = arm.yardstick
+    theirs = base.yardstick
+    return [part for part in MEASURED_ON if ours.get(part) != theirs.get(part)]
+
+
+def unlike_in_words(arm: Arm, base: Arm) -> str:
+    return "another " + " and ".join(MEASURED_ON[part] for part in unlike(arm, base))
+
+
+def paired(losses, base):
+    """Differences at the seeds, and in the columns, that both have; Series or DataFrames."""
+    gaps = (losses - base).dropna(how="all")
+    return gaps.dropna(axis="columns") if gaps.ndim == 2 else gaps
+
+
+def change_nothing(arm: Arm, base: Arm) -> bool:
+    """Whether each step and each validation is the same, to the last digit, at all seeds of both."""
+    theirs = {run.seed: run for run in base.runs}
+    pairs = [(run, theirs[run.seed]) for run in arm.runs if run.seed in theirs]
+    for run, other in pairs:
+        ours = [record["loss"] for record in run.train]
+        if run.last["loss"] != other.last["loss"] or ours != [x["loss"] for x in other.train]:
+            return False
+    return bool(pairs)
 
 
 def seeds_to_see(gap: float, deviation: float) -> int:
@@ -218,165 +336,55 @@ def seeds_to_see(gap: float, deviation: float) -> int:
     return n
 
 
-def answer(arm: Arm, base: Arm) -> str:
-    """Whether an arm is better than another, in one sentence."""
+def loops_in_words(depth: int) -> str:
+    return f" at {depth} loop{'s' * (depth > 1)}" if depth else ""
+
+
+def depths_in_words(arm: Arm, base: Arm) -> str:
+    """At how many loops the two are compared: " at 8 loops", or each where they differ."""
+    of_arm = loops_in_words(arm.depth)
+    if arm.depth == base.depth:
+        return of_arm
+    return f"{of_arm} ({base.label}{loops_in_words(base.depth) or ' has no loop'})"
+
+
+def compare(arm: Arm, base: Arm) -> Verdict:
+    """Whether an arm is better than another, in a word and in one sentence."""
+    unit = compared_in(arm, base)
+    pair = f"{arm.name} and {base.name}"
+    if not unit:
+        said = f"{pair} do not compare: they have {unlike_in_words(arm, base)}."
+        return Verdict("not comparable", said)
     for one in (arm, base):
         if one.diverged():
-            return f"{one.name} diverges on {len(one.diverged())} of {len(one.runs)} seeds."
-    gaps = paired(arm.losses([]), base.losses([])).get(TRAINED, [])
+            count = f"{len(one.diverged())} of {len(one.runs)}"
+            return Verdict("diverged", f"{one.name} diverges on {count} seeds.")
+    gaps = paired(arm.losses(unit), base.losses(unit))
     if not len(gaps):
-        return f"{arm.name} and {base.name} have no seed in common that ended well."
-    loops = arm.runs[0].depth
-    at = f"nats/token at {loops} loops" if loops else "nats/token without a loop"
-    mean = np.mean(gaps)
+        return Verdict("not comparable", f"{pair} have no seed in common that ended well.")
+    if change_nothing(arm, base):
+        said = f"{arm.name} changes nothing with these flags: all losses are those of {base.name}."
+        return Verdict("no effect", said, unit, gaps)
+    return weigh(arm, base, unit, gaps)
+
+
+def weigh(arm: Arm, base: Arm, unit: str, gaps: pd.Series) -> Verdict:
+    """The paired t test of differences at one seed or more."""
+    mean = gaps.mean()
+    word = "better" if mean < 0 else "worse"
+    where = f"{UNITS[unit]}{depths_in_words(arm, base)}"
+    if unit == "bpb":
+        where += ", since tokenizers differ"
     if len(gaps) == 1:
-        return (
-            f"{arm.name} differs from {base.name} by {mean:+.4f} {at}; one seed gives no interval."
+        said = (
+            f"{arm.name} is {word} than {base.name} at this seed: {mean:+.4f} {where}; {SCATTER}."
         )
-    told = f"{at}, {len(gaps)} seeds, 95 %"
+        return Verdict("not shown", said, unit, gaps)
     half = half_width(gaps)
+    shown = f"{mean:+.4f} ± {half:.4f} {where} ({len(gaps)} seeds, 95 %)"
     if abs(mean) > half:
-        word = "better" if mean < 0 else "worse"
-        return f"{arm.name} is {word} than {base.name} by {abs(mean):.4f} ± {half:.4f} {told}."
+        return Verdict(word, f"{arm.name} is {word} than {base.name}: {shown}.", unit, gaps)
     goal = float(f"{half / 2:.1g}")
     seeds = seeds_to_see(goal, gaps.std())
-    shown = f"{mean:+.4f} ± {half:.4f} {told}"
-    return (
-        f"{arm.name}: no difference shown: {shown}; to see {goal:g} about {seeds} seeds are needed."
-    )
-
-
-# -------------------------------------------------------------------------------------------------
-# Tables
-
-
-def loss_table(arms: list[Arm], depths: list) -> list[str]:
-    """A row an arm: val losses at mu_rec and at depths, mean over seeds ± half the 95 % t interval;
-    then a row for each difference from the first of its group.
-    """
-    rows = []
-    for arm in arms:
-        losses = arm.losses(depths)
-        row = {"val loss": arm.name, "seeds": len(losses)}
-        row |= cells(losses, ".4f")
-        if arm.diverged():
-            steps = ", ".join(map(str, arm.diverged()))
-            row[TRAINED] = f"diverges at step {steps}; {row[TRAINED]}".removesuffix("; –")
-        rows.append(row)
-    for arm in arms:
-        base = base_of(arm, arms)
-        gaps = paired(arm.losses(depths), base.losses(depths))
-        if arm is not base and len(gaps):
-            row = {"val loss": f"{arm.name}: difference from {base.label}", "seeds": len(gaps)}
-            rows.append(row | cells(gaps, "+.4f"))
-    return frame_table(pd.DataFrame(rows).set_index("val loss"))
-
-
-def cells(losses: pd.DataFrame, spec: str) -> dict[str, str]:
-    """Of a row, the depths that all seeds have."""
-    found = {}
-    for depth, values in losses.items():
-        name = depth if depth == TRAINED else f"depth {depth}"
-        found[name] = "–" if values.hasnans else plus_minus(values, spec)
-    return found
-
-
-def shown_depths(arms: list[Arm]) -> list[int]:
-    return [depth for depth in depths_of(arms) if depth in SHOWN]
-
-
-def cost_table(arms: list[Arm]) -> list[str]:
-    """What a training takes, the median over seeds."""
-    rows = []
-    for arm in arms:
-        costs = pd.DataFrame(map(cost_of, arm.runs))
-        rows.append({"cost": arm.name} | costs.quantile(interpolation="higher").to_dict())
-    return records_table(rows, {"cost": ""} | COSTS)
-
-
-# -------------------------------------------------------------------------------------------------
-# Figures
-
-
-def labels_of(arms: list[Arm]) -> list[str]:
-    return list(dict.fromkeys(arm.label for arm in arms))
-
-
-def groups_of(arms: list[Arm]) -> dict[str, dict[str, Arm]]:
-    """{group: {label: arm}}; every group has every label, missing arms have no runs."""
-    groups = {arm.group: {label: Arm(label) for label in labels_of(arms)} for arm in arms}
-    for arm in arms:
-        groups[arm.group][arm.label] = arm
-    return groups
-
-
-def loss_by_depth(arms: list[Arm], title: str) -> Plot:
-    """Val loss by depth, with its interval over seeds."""
-    depths = depths_of(arms)
-    means = []
-    halves = []
-    for arm in arms:
-        losses = arm.losses(depths)[depths].dropna(axis="columns")
-        means.append(losses.mean().dropna().to_dict())
-        halves.append([half_width(losses[depth]) for depth in means[-1]])
-    trained = {run.depth for arm in arms for run in arm.runs if not run.has_one_depth()}
-    mark = trained.pop() if len(trained) == 1 else 0
-    plot = depth_plot(means, "val loss, nats/token", mark)
-    plot.settings["title"] = title
-    plot.half_widths = halves
-    return plot
-
-
-def difference_over_training(arms: list[Arm], title: str) -> Plot:
-    """The difference of the val losses at mu_rec from the flat model's, or else the first arm's."""
-    trained = [arm for arm in arms if arm.runs]
-    base = next((arm for arm in trained if arm.runs[0].depth == 0), trained[0])
-    curves = []
-    halves = []
-    for arm in arms:
-        ours = Arm(arm.label) if arm is base else arm
-        gaps = paired(ours.over_training(), base.over_training())
-        curves.append((gaps.columns.to_numpy(float) / 1e6, gaps.mean().to_numpy()))
-        halves.append([half_width(gaps[tokens]) for tokens in gaps])
-    label = f"val loss, difference from {base.label}"
-    return Plot(TOKENS, label, curves, {"title": title}, halves)
-
-
-def comparison_figure(path: Path, arms: list[Arm], title: str = "") -> list[str]:
-    """For each group the val loss by depth, and the differences over training."""
-    plots = []
-    for group, by_label in groups_of(arms).items():
-        members = list(by_label.values())
-        plots.append(loss_by_depth(members, group or title))
-        if len(arms) > 1:
-            plots.append(difference_over_training(members, group or title))
-    return figure(path, CAPTION, labels_of(arms), plots)
-
-
-def curve(run: Run, kind: str) -> tuple:
-    """(millions of tokens, values) over training, as means of at most POINTS parts. kind: of the
-    records of CURVES, or loss.DEPTH, the val loss at a depth.
-    """
-    records = pd.DataFrame(run.train)
-    if kind not in records:
-        records = pd.json_normalize(run.evals)
-    known = records.reindex(columns=["tokens", kind]).astype(float)
-    parts = known.index * POINTS // max(1, len(known))
-    means = known.groupby(parts).mean(skipna=False)
-    return means.tokens / 1e6, means[kind]
-
-
-def curves_figure(path: Path, arms: list[Arm], kinds, first=()) -> list[str]:
-    """Training curves of each arm's first run, by group and kind, after the plots given first."""
-    plots = [*first]
-    for group, by_label in groups_of(arms).items():
-        for kind in kinds:
-            curves = []
-            for arm in by_label.values():
-                curves.append(curve(arm.runs[0], kind) if arm.runs else ([], []))
-            label, scale = CURVES.get(kind, (f"val {kind}", "linear"))
-            plots.append(Plot(TOKENS, label, curves, {"yscale": scale, "title": group}))
-    caption = "Over training, the first seed of each."
-    if first:
-        caption = "Over training: the mean difference over seeds, then the first seed of each."
-    return figure(path, caption, labels_of(arms), plots)
+    said = f"{arm.name}: no difference from {base.name} is shown: {shown}; at this scatter "
+    return Verdict("not shown", f"{said}{seeds} seeds see {goal:g}.", unit, gaps)

@@ -6,8 +6,9 @@ How fast a training step is, and where its time goes.
     torchrun --standalone --nproc_per_node=8 -m tools.bench --preset parcae-140m
 
 Takes train.py's flags and times its training step on random tokens; flags of data, checkpoints and
-evaluation change nothing. ms: mean of 20 steps. GiB: the largest so far. MFU: against the GPU's
-dense bfloat16 peak, by the model's own FLOPs. Then torch's profiler, over one step of rank 0.
+evaluation change nothing. ms: mean of 20 steps. GiB: the peak so far, the deepest step's included.
+MFU: the FLOPs of these steps at the depths they were drawn, over the GPU's dense bfloat16 peak. Then
+torch's profile of one step of rank 0.
 """
 
 import time
@@ -17,15 +18,8 @@ import torch
 from torch.profiler import profile
 
 import train
-from looped.machine import (
-    Place,
-    best_dtype,
-    connect,
-    disconnect,
-    machine_name,
-    peak_flops,
-    peak_memory,
-)
+from launch import training_flops, warm_up, will_compile
+from looped.machine import Rank, connect, disconnect, machine_name, peak_flops, peak_memory
 from muon import Rates
 
 STEPS = 20
@@ -47,55 +41,54 @@ class RandomRows:
         return generator.integers(0, self.cfg.vocab_size, shape)
 
 
-def timed_step(model, optimizer, args, step: int, place: Place) -> float:
-    """Seconds of a training step, without making its batch."""
+def timed_step(model, optimizer, args, size: int, step: int, rank: Rank) -> float:
+    """Seconds of a training step of `size` sequences at once, without making its batch."""
     rows = RandomRows(model.cfg)
-    batch = train.next_batch(rows, model.cfg, args, step, place)
+    batch = train.next_batch(rows, model.cfg, args, step, rank)
     step_tokens = args.batch_size * model.cfg.seq_len
     start = time.perf_counter()
-    means = train.accumulate(model, batch, args.device_batch_size, step_tokens)
-    found = optimizer.step(Rates(), means)
-    found["loss"].item()  # waits for the device
+    sums = train.accumulate(model, batch, size, step_tokens)
+    summed = optimizer.step(Rates(), sums)
+    summed["ok"].item()  # waits for the device
     return time.perf_counter() - start
 
 
 def main(argv=None):
     args = train.parse_args(argv, "python -m tools.bench", __doc__)
+    args.data = args.out = "none"  # no rows are read, and no run is begun or continued
     cfg = train.model_config(args)
-    steps = train.settle(args, cfg)
-    place = connect(args.device)
-    train.settle_device_batch(args, place.world)
-    if args.dtype == "auto":
-        args.dtype = best_dtype(place.device)
-    compiled = train.will_compile(args, steps, place)
+    rank = connect(args.device)
+    train.settle(args, cfg, rank)
+    compiled = will_compile(args.compile, args.steps, rank)
     model = train.make_model(cfg, args)
-    model.to(place.device)
-    optimizer = train.make_optimizer(model, args, place, compiled and place.is_gpu)
-    train.warm_up(model, optimizer, args, place, compiled)
+    model.to(rank.device)
+    optimizer = train.make_optimizer(model, args, rank, compiled and rank.is_gpu)
+    size = warm_up(model, optimizer, args, rank, compiled)
 
-    timed_step(model, optimizer, args, 0, place)  # the first takes longer
-    seconds = 0
+    args.steps = STEPS  # a depth law that follows the run's progress goes through all of it
+    timed_step(model, optimizer, args, size, 0, rank)  # the first compiles the update
+    seconds = 0.0
     for step in range(STEPS):
-        seconds += timed_step(model, optimizer, args, step, place)
-    mean = seconds / STEPS
-    rate = args.batch_size * cfg.seq_len / mean
-    memory = peak_memory(place.device)
-    with profile() as found:
-        timed_step(model, optimizer, args, 0, place)
+        seconds += timed_step(model, optimizer, args, size, step, rank)
+    memory = peak_memory(rank.device)
+    with profile() as profiled:
+        timed_step(model, optimizer, args, size, 0, rank)
 
+    mean = seconds / STEPS
+    speed = args.batch_size * cfg.seq_len / mean
     how = "compiled" if compiled else "not compiled"
-    place.say(f"{args.preset}, {args.dtype}, {how}")
-    place.say(f"{place.world} rank(s) of {torch.get_num_threads()} threads, {machine_name()}")
-    place.say(f"{args.batch_size} × {cfg.seq_len} tokens, {args.device_batch_size} rows at once")
-    place.say(f"{mean * 1e3:.1f} ms, {rate:,.0f} tokens/s, {memory:.2f} GiB")
-    peak = peak_flops(place.device)
+    rank.say(f"{args.preset}, {args.dtype}, {how}")
+    rank.say(f"{rank.world} rank(s) of {torch.get_num_threads()} threads, {machine_name()}")
+    rank.say(f"{args.batch_size} × {cfg.seq_len} tokens, {size} rows at once")
+    rank.say(f"{mean * 1e3:.1f} ms, {speed:,.0f} tokens/s, {memory:.2f} GiB")
+    peak = peak_flops(rank.device)
     if peak:
-        flops = rate * cfg.flops_per_token()
-        place.say(f"MFU {flops / peak / place.world:.3f}")
-    order = f"self_{place.device.type}_time_total"
-    kernels = found.key_averages()
-    place.say(kernels.table(order, KERNELS, max_name_column_width=60))
-    disconnect(place)
+        flops = training_flops(cfg, args.seed, args.batch_size, STEPS)
+        rank.say(f"MFU {flops / seconds / peak / rank.world:.3f}")
+    order = f"self_{rank.device.type}_time_total"
+    kernels = profiled.key_averages()
+    rank.say(kernels.table(order, KERNELS, max_name_column_width=60))
+    disconnect(rank)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,15 @@
-"""Published Parcae weights in; our own weights out, and in again.
+"""Published Parcae weights in; our own runs out, as a folder that transformers loads, and in again.
 
     python -m tools.convert import FOLDER RUN [--tokenizer FILE]    # then: python core_eval.py RUN
-    python -m tools.convert export RUN FOLDER      # model.safetensors, config.json, tokenizer.json
+    python -m tools.convert export RUN FOLDER
+
+    model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True, depth=8)
+    tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
+    lm_eval --model hf --model_args pretrained=FOLDER,trust_remote_code=True,depth=8 --tasks hellaswag
+
+export writes weights, tokenizer, a model card, and the network as the source files of this folder,
+whose imports it makes relative: an edited model.py is exported as it is. To load the folder takes
+transformers (pip install -e ".[share]"), and not this repository.
 
 import takes config.json with pytorch_model.bin or model.safetensors: those of the reference
 implementation (looped, or its "gpt" baseline), or what export wrote. The tokenizer is ours, or
@@ -11,10 +19,10 @@ split halves), the eps of its QK-norm is 2^-23 (ours 1e-5: q and k are scaled up
 undoes), and its tokenizer may have its specials first.
 """
 
+import base64
 import json
 import math
 import re
-import shutil
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,9 +32,11 @@ from safetensors.torch import load_file, save
 
 from core_eval import open_run
 from looped.common import Parser, fail, file_hash, write_atomic, write_json
+from looped.machine import ROOT, code_files
 from looped.ops import EPS
+from looped.run import read_log, step_of
 from looped.tokenizer import SPECIALS, file_content, load_tokenizer
-from model import Model, ModelConfig
+from model import Model, ModelConfig, config_of
 
 # fmt: off
 # The reference's settings that we have, {theirs: ours}
@@ -42,7 +52,7 @@ LOOPED = EVERY_MODEL | {
     "injection_type": "injection", "recurrent_iteration_method": "granularity",
 }
 FLAT = EVERY_MODEL | {"n_layer": "n_prelude"}
-VALUES = {"linear": "concat", "per-batch": "batch", "per-sequence": "sequence", "per-token": "token"}
+VALUES = {"linear": "concat", "per-batch": "batch", "per-sequence": "sequence"}
 # those that must equal another of its settings
 EQUAL = {
     "num_key_value_heads": "num_attention_heads",
@@ -73,7 +83,45 @@ NAMES = {
     "transformer.ln_prelude.": "norm_e.", "transformer.": "",
 }
 # fmt: on
-AUTHORS_DTYPES = {"dtype": "bfloat16", "residual_dtype": "float32"}
+WEIGHTS = {
+    "model.safetensors": load_file,
+    "pytorch_model.bin": partial(torch.load, map_location="cpu", weights_only=True),
+}
+WRAPPER = "tools/modeling_looped.py"
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}
+
+{kind}
+It has {params:,} parameters; its network is the code in this folder. {training}
+
+To load it, with transformers {version}:
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True{depth})
+    tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+    prompt = tokenizer("{bos}The", return_tensors="pt")
+    print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))
+
+A text begins with {bos}, as in training. `forward` and `generate` take a depth too. Weights are
+float32; dtype=torch.bfloat16 sets the dtype of the activations.
+"""
+TRAINING = """It was trained on {tokens:,} tokens in
+{dtype}, by the code of commit {commit}, with
+
+    {command}
+"""
+VALIDATION = """
+Validation on {eval_tokens:,} tokens, after {tokens:,} of training:
+
+| depth | loss, nats a token | bits a byte |
+|---:|---:|---:|
+"""
+AUTHORS_DTYPES = {"trained_dtype": "bfloat16", "residual_dtype": "float32"}
 
 
 def reference_config(given: dict) -> ModelConfig:
@@ -83,6 +131,9 @@ def reference_config(given: dict) -> ModelConfig:
     rope = given.get("rope_settings") or {}
     given = {"rope_base": 50_000} | given | rope
     names = LOOPED if "n_layers_in_recurrent_block" in given else FLAT
+    missing = (names.keys() | set(EQUAL.values())) - given.keys()
+    if missing:
+        fail(f"not a Parcae model: config.json lacks {', '.join(sorted(missing))}")
     settings = {"n_core": 0, "n_coda": 0}
     for key, name in names.items():
         value = given[key]
@@ -139,6 +190,7 @@ def from_reference(state: dict, cfg: ModelConfig) -> dict:
 # visible
 HIDDEN = [*range(33), *range(127, 161), 173]
 RAW = {256 + i: byte for i, byte in enumerate(HIDDEN)}
+VISIBLE = {byte: chr(char) for char, byte in RAW.items()}
 
 
 def tokenizer_from_hf(data: dict) -> tuple[dict, list[int]]:
@@ -173,25 +225,62 @@ def read_tokenizer(path: Path) -> tuple[dict, list[int]]:
     return data, list(range(load_tokenizer(path).n_vocab))
 
 
+def parts(token: bytes, ranks: dict) -> list[bytes]:
+    """The two tokens from which a token of several bytes is merged."""
+    pieces = [token[i : i + 1] for i in range(len(token))]
+    while len(pieces) > 2:
+        pairs = [ranks.get(a + b, math.inf) for a, b in zip(pieces, pieces[1:])]
+        i = pairs.index(min(pairs))
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    return pieces
+
+
+def tokenizer_to_hf(ours: dict) -> dict:
+    """Our tokenizer file -> Hugging Face's tokenizer.json, from which tokenizer_from_hf makes ours."""
+    ranks = {base64.b64decode(token): i for i, token in enumerate(ours["ranks"])}
+    merges = [list(map(visible, parts(token, ranks))) for token in ranks if len(token) > 1]
+    vocab = {visible(token): i for token, i in ranks.items()}
+    inert = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    specials = ours["specials"].items()
+    split = {"type": "Split", "pattern": {"Regex": ours["pattern"]}}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    level["trim_offsets"] = True
+    steps = [split | {"behavior": "Isolated", "invert": False}, level]
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": x, "special": True} | inert for x, i in specials],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+
+
+def visible(token: bytes) -> str:
+    return token.decode("latin-1").translate(VISIBLE)
+
+
 # -------------------------------------------------------------------------------------------------
-# Folders
+# Import
 
 
 def read_weights(folder: Path) -> dict:
-    file = folder / "model.safetensors"
-    if file.exists():
-        return load_file(file)
-    return torch.load(folder / "pytorch_model.bin", map_location="cpu")
+    names = [name for name in WEIGHTS if (folder / name).exists()]
+    if not names:
+        fail(f"not a Parcae model: {folder} has no {' or '.join(WEIGHTS)}, whole in one file")
+    return WEIGHTS[names[0]](folder / names[0])
 
 
 def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    weights = read_weights(folder)
     if config.get("model_type") == "looped":
-        cfg = ModelConfig(**config["model"])
+        cfg = config_of(config["model"])
+        weights = read_weights(folder)
+        weights = {name.removeprefix("model."): w for name, w in weights.items()}
     else:
         cfg = reference_config(config)
-        weights = from_reference(weights, cfg)
+        weights = from_reference(read_weights(folder), cfg)
         config = AUTHORS_DTYPES
     ours, order = read_tokenizer(tokenizer)
     for name in weights:
@@ -204,7 +293,7 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
     checkpoint = {"step": 0, "model": weights}
     write_atomic(run / "step_0000000.pt", partial(torch.save, checkpoint))
     params = sum(w.numel() for w in weights.values())
-    about = {"model": asdict(cfg), "params": params, "dtype": config["dtype"]}
+    about = {"model": asdict(cfg), "params": params, "dtype": config["trained_dtype"]}
     about["args"] = {"residual_dtype": config["residual_dtype"]}
     sha256 = file_hash(run / "tokenizer.json")
     about["tokenizer"] = {"path": str(tokenizer), "sha256": sha256}
@@ -213,15 +302,124 @@ def import_folder(folder: Path, run: Path, tokenizer: Path) -> None:
     print(f"{run}: {params:,} parameters; python core_eval.py {run}")
 
 
+# -------------------------------------------------------------------------------------------------
+# Export
+
+
+def flat_sources() -> dict[str, str]:
+    """The wrapper and every file of ours that it imports, as files of one folder: {name: text}.
+
+    In one folder, since transformers reads `from .a.b import` as a file named a.b.py.
+    """
+    texts = {}  # by module
+    for path in code_files(script=WRAPPER):
+        if path.name != "__init__.py":
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            texts[module] = path.read_text()
+    packages = "|".join({module.split(".")[0] for module in texts})
+    files = {}
+    for module, text in texts.items():
+        for other in texts:
+            text = text.replace(f"from {other} import ", f"from .{flat(other)} import ")
+        left = re.search(rf"^ *(import|from) ({packages})\b.*", text, re.M)
+        if left:
+            fail(f"{module}: for the export write `{left[0].strip()}` as `from MODULE import NAME`")
+        files[f"{flat(module)}.py"] = text
+    return files
+
+
+def flat(module: str) -> str:
+    return module.removeprefix("tools.").replace(".", "_")
+
+
+def hf_config(cfg: ModelConfig, config: dict) -> dict:
+    """config.json of the folder, from a run's."""
+    return {
+        "model_type": "looped",
+        "architectures": ["LoopedForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "modeling_looped.LoopedConfig",
+            "AutoModelForCausalLM": "modeling_looped.LoopedForCausalLM",
+        },
+        "model": asdict(cfg),
+        "dtype": "float32",
+        "trained_dtype": config["dtype"],
+        "residual_dtype": config["args"]["residual_dtype"],
+        # under the names that other programs look for
+        "vocab_size": cfg.vocab_size,
+        "max_position_embeddings": cfg.seq_len,
+    }
+
+
+def model_card(name: str, run: Path, cfg: ModelConfig, config: dict) -> str:
+    kind = f"A Transformer of {cfg.n_layer()} layers, without a loop."
+    depth = ""
+    if cfg.n_core:
+        kind = (
+            f"A looped Transformer of {cfg.n_layer()} layers, {cfg.n_core} of them in the loop, which "
+            f"runs {cfg.mu_rec} times on average (injection {cfg.injection}, gain {cfg.gain}, "
+            f"mechanism {cfg.mechanism})."
+        )
+        depth = f", depth={cfg.mu_rec}"
+    training = "Its weights were imported."
+    if (run / "log.jsonl").exists():
+        training = training_record(run, config)
+    needed = re.search(r"transformers==([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    return CARD.format(
+        name=name,
+        kind=kind,
+        params=config["params"],
+        training=training,
+        version=needed[1],
+        depth=depth,
+        bos=SPECIALS[0],
+    )
+
+
+def training_record(run: Path, config: dict) -> str:
+    step = step_of(Path(config["checkpoint"]))
+    tokens = step * config["args"]["batch_size"] * config["model"]["seq_len"]
+    commit = config["git"]["commit"]
+    text = TRAINING.format(
+        tokens=tokens, dtype=config["dtype"], commit=commit, command=config["command"]
+    )
+    for result in read_log(run).evals[-1:]:
+        text += VALIDATION.format(**result)
+        for depth, loss in result["loss"].items():
+            text += f"| {depth} | {loss:.4f} | {result['bpb'][depth]:.4f} |\n"
+    return text.strip()
+
+
 def export_run(run: Path, folder: Path) -> None:
     model, _, config = open_run(run, torch.device("cpu"))
+    cfg = model.cfg
+    ours = json.loads((run / "tokenizer.json").read_text())
+    bos, eos, pad = SPECIALS
+    ids = ours["specials"]
+    ends = {"bos_token_id": ids[bos], "eos_token_id": [*ids.values()], "pad_token_id": ids[pad]}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": cfg.seq_len,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "padding_side": "left",
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": pad,
+    }
+    weights = {f"model.{name}": w for name, w in model.state_dict().items()}
+    files = flat_sources()
+    files["README.md"] = model_card(folder.name, run, cfg, config)
     folder.mkdir(parents=True)
-    write_atomic(folder / "model.safetensors", save(model.state_dict(), {"format": "pt"}))
-    about = {"model_type": "looped", "model": asdict(model.cfg), "dtype": config["dtype"]}
-    about["residual_dtype"] = config["args"]["residual_dtype"]
-    write_json(folder / "config.json", about)
-    shutil.copy(run / "tokenizer.json", folder)
-    print(f"{folder}: model.safetensors, config.json, tokenizer.json")
+    for name, text in files.items():
+        write_atomic(folder / name, text)
+    write_atomic(folder / "model.safetensors", save(weights, {"format": "pt"}))
+    write_json(folder / "config.json", hf_config(cfg, config))
+    write_json(folder / "generation_config.json", ends)
+    write_json(folder / "tokenizer.json", tokenizer_to_hf(ours))
+    write_json(folder / "tokenizer_config.json", about)
+    print(
+        f"{folder}: {config['params']:,} parameters, for transformers; README.md says how to load it"
+    )
 
 
 def main(argv=None):
@@ -233,6 +431,8 @@ def main(argv=None):
     about = "of the import, ours or Hugging Face's (default: the folder's)"
     add("--tokenizer", type=Path, help=about)
     args = parser.parse_args(argv)
+    if args.target.exists():
+        fail(f"{args.target} exists; name a new directory")
     if args.command == "export":
         export_run(args.source, args.target)
     else:

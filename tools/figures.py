@@ -2,11 +2,8 @@
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
-
-from looped.common import write_atomic
 
 # the curves of a figure; line styles and markers tell them apart in black and white
 COLORS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7f7f7f", "#8c510a"]
@@ -57,14 +54,6 @@ def table(header: list, rows) -> list[str]:
     return [*lines, ""]
 
 
-def save_page(out: Path, lines: list[str]) -> None:
-    """Writes out.md; `out` has no suffix, since the page's figures begin with it too."""
-    file = Path(f"{out}.md")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, "\n".join(lines))
-    print(f"written: {file}")
-
-
 def frame_table(frame) -> list[str]:
     """A frame of pandas, its index as the first columns."""
     rows = frame.fillna("–").reset_index()
@@ -91,33 +80,28 @@ class Plot:
     mark: float | None = None  # where a vertical line is drawn
 
 
-def figure(path, caption: str, names: list[str], plots: list[Plot], polar=False) -> list[str]:
+def figure(path, caption: str, names: list[str], plots: list[Plot]) -> list[str]:
     """Draw the plots into one PNG, two in a row -> the markdown lines that show it.
 
     A plot without a finite value is left out; without any there is no file and no line.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     plots = [plot for plot in plots if has_values(plot)]
     if not plots:
         return []
     columns = min(2, len(plots))
     rows = math.ceil(len(plots) / 2)
-    of_a_row = 4.6 if polar else 3.3
-    of_the_legend = 0.25 * len(names) / columns
-    size = 5.6 * columns, rows * of_a_row + of_the_legend
+    legend_height = 0.25 * len(names) / columns
+    size = 5.6 * columns, rows * 3.3 + legend_height
     image = Figure(size, dpi=130, layout="constrained")
     for place, plot in enumerate(plots, 1):
-        axes = image.add_subplot(rows, columns, place, polar=polar)
+        axes = image.add_subplot(rows, columns, place)
         draw(axes, plot, names)
-        if polar:
-            axes.tick_params(axis="x", pad=26)  # labels beside the circle
-            axes.yaxis.set_major_locator(MaxNLocator(4))
     image.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.savefig(path)
-    return [f"![{caption}]({path.name})", "", caption, ""]
+    return [f"![{path.stem}]({path.name})  ", f"*{caption}*", ""]
 
 
 def has_values(plot: Plot) -> bool:

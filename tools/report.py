@@ -1,43 +1,30 @@
-"""Compares runs: a sentence, pictures and tables from run directories, as report.md and PNG files.
+"""Compares runs: a sentence, a picture and tables from run directories, as report.md and PNG files.
 
     python -m tools.report runs/nano-euler-s0 runs/nano-zoh-s0  # report.md in their common parent
     python -m tools.report runs/nano-*-s* --out results/gains   # several seeds an arm: t intervals
 
-Reads config.json, log.jsonl and, if present, core_*_*.json. Runs that differ in nothing but the
-seed form an arm; every other arm is compared with the first run's, paired by seed.
+Reads config.json, log.jsonl and, if present, core_eval_*.json. Runs that differ in nothing but the seed form
+an arm; every other arm is compared with the first run's, paired by seed.
 """
 
-import json
 import os
 import re
-import textwrap
-from dataclasses import asdict
+import shlex
+import sys
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
-from looped.common import Parser, fail
-from looped.run import MAY_CHANGE
-from model import PRESETS, ModelConfig
-from tools.arms import (
-    CURVES,
-    Arm,
-    Run,
-    answer,
-    comparison_figure,
-    cost_table,
-    curves_figure,
-    difference_over_training,
-    loss_table,
-    read_run,
-    shown_depths,
-)
-from tools.figures import Plot, figure, fmt, frame_table, records_table, save_page
+from looped.common import Parser, fail, note
+from looped.machine import code_hash
+from tools.arms import Arm, Run, identity, read_run
+from tools.figures import frame_table, records_table
+from tools.pages import CURVES, curves_figure, write_page
 
 SCORES = {
     "run": "", "loops": "", "name": "", "mean": ".4f", "std": ".4f", "checkpoint": "", "seeds": "",
 }  # fmt: skip
+SHORT = ("rows (--data)", "code")  # hashes
 
 
 # -------------------------------------------------------------------------------------------------
@@ -45,32 +32,26 @@ SCORES = {
 
 
 def settings(run: Run) -> dict:
-    """What has an effect on a run's numbers, its code aside."""
-    config = run.config
-    flags = asdict(ModelConfig()) | run.flags
-    told = {name: value for name, value in flags.items() if name not in MAY_CHANGE}
-    told["dtype"] = config["dtype"]
-    told["rows"] = config["data"]["sha256"][:8]
-    told["torch"] = config["versions"]["torch"]
-    told["eval_tokens"] = run.last.get("eval_tokens")
-    return told
+    """What decides a run's numbers, the seed apart."""
+    decides = identity(run.config) | {"preset": run.flags["preset"]}
+    for name in SHORT:
+        decides[name] = decides[name][:8]
+    return decides
 
 
 def changes(run: Run, base: Run) -> list[str]:
-    """In words, how a run's code and flags differ from another's, the seed apart. Another preset
-    stands for all that it changes in the network.
+    """In words, how a run's code and settings differ from another's. Another preset stands for the
+    network that it names.
     """
     ours = settings(run)
     theirs = settings(base)
-    expected = theirs
-    if ours["preset"] != theirs["preset"]:
-        expected = theirs | asdict(PRESETS.get(ours["preset"], ModelConfig()))
-    found = ["other code"] if run.config["code"] != base.config["code"] else []
-    for name, value in ours.items():
-        was = theirs.get(name)
-        if value not in (was, expected.get(name)) and name != "seed":
-            found.append(f"{name} {value} instead of {was}")
-    return found
+    expected = set(run.config["model"]) if ours["preset"] != theirs["preset"] else set()
+    differ = [name for name in ours if ours[name] != theirs.get(name) and name not in expected]
+    words = ["other code"] if "code" in differ else []
+    for name in differ:
+        if name != "code":
+            words.append(f"{name} {ours[name]} instead of {theirs.get(name)}")
+    return words
 
 
 def arms_of(runs: list[Run]) -> list[Arm]:
@@ -78,17 +59,20 @@ def arms_of(runs: list[Run]) -> list[Arm]:
     arms = {}
     for run in runs:
         name = re.sub(r"[-_]s\d+$", "", run.name)
-        key = run.config["code"], *changes(run, runs[0])
+        key = tuple(settings(run).values())
         arms.setdefault(key, Arm(name)).runs.append(run)
     return list(arms.values())
 
 
-def comparison(arm: Arm, base: Arm) -> list[str]:
-    """Whether an arm is better than the first, and what differs."""
-    changed = changes(arm.runs[0], base.runs[0])
-    lines = [f"{answer(arm, base)} {arm.name} has {', '.join(changed)}.", ""]
-    if len(changed) > 1:
-        lines += [f"Warning: more than one thing differs in {arm.name}.", ""]
+def differences(arms: list[Arm]) -> list[str]:
+    """What differs between each arm and the first."""
+    base, *others = arms
+    lines = []
+    for arm in others:
+        changed = changes(arm.runs[0], base.runs[0])
+        lines += [f"{arm.name} has {', '.join(changed)}.", ""]
+        if len(changed) > 1:
+            lines += [f"Warning: more than one thing differs in {arm.name}.", ""]
     return lines
 
 
@@ -105,84 +89,55 @@ def not_compared(runs: list[Run]) -> list[str]:
 # The page
 
 
-def flag_table(runs: list[Run]) -> list[str]:
+def setting_table(runs: list[Run]) -> list[str]:
     """The settings in which any two runs differ."""
-    flags = pd.DataFrame({run.name: settings(run) for run in runs}, dtype=object)
-    differ = flags.astype(str).nunique(axis=1, dropna=False) > 1
-    return frame_table(flags[differ].rename_axis("flag"))
+    frame = pd.DataFrame({run.name: settings(run) for run in runs}, dtype=object)
+    differ = frame.astype(str).nunique(axis=1, dropna=False) > 1
+    return frame_table(frame[differ].rename_axis("setting"))
 
 
-def core_table(file: str, runs: list[Run]) -> list[str]:
-    """Scores by depth. ±: over seeds; of one seed, the binomial standard error."""
-    rows = []
-    for run in runs:
-        record = run.core[file]
-        about = {"run": run.name, "checkpoint": record["checkpoint"]}
-        about["seeds"] = str(record["seeds"])
-        for depth, scores in record["depths"].items():
-            for average in (scores["aggregate"], scores.get("core")):
-                if average:
-                    rows.append(about | {"loops": int(depth)} | average)
-    return [f"## {file}", "", *records_table(rows, SCORES)]
+def core_tables(runs: list[Run]) -> list[str]:
+    """Scores by depth, and by category at mu_rec. ±: over seeds; of one seed, the binomial error."""
+    lines = []
+    for file in sorted({file for run in runs for file in run.core}):
+        rows = []
+        categories = {}
+        for run in (run for run in runs if file in run.core):
+            record = run.core[file]
+            about = {"run": run.name, "checkpoint": record["checkpoint"], "seeds": record["seeds"]}
+            for depth, scores in record["depths"].items():
+                for average in (scores["aggregate"], scores.get("core")):
+                    if average:
+                        rows.append(about | {"loops": int(depth)} | average)
+            at_mu_rec = record["depths"].get(str(run.depth), {})
+            categories[run.name] = {
+                **at_mu_rec.get("categories_fine", {}),
+                **at_mu_rec.get("categories_ext", {}),
+            }
+        lines += [f"## {file}", "", *records_table(rows, SCORES)]
+        frame = pd.DataFrame(categories, dtype=float).round(4)
+        lines += frame_table(frame.rename_axis("mean centred accuracy")) if len(frame) else []
+    return lines
 
 
-def radars(file: str, runs: list[Run], out: Path) -> list[str]:
-    """The scores at mu_rec by category."""
-    scores = [run.core[file]["depths"].get(str(run.depth), {}) for run in runs]
-    plots = []
-    for kind in ("categories_fine", "categories_ext"):
-        plots.append(radar([score.get(kind, {}) for score in scores]))
-    names = [run.name for run in runs] + ["chance"]
-    caption = "Mean centred accuracy by category at mu_rec."
-    return figure(out / f"radar_{file}.png", caption, names, plots, polar=True)
-
-
-def radar(categories: list[dict]) -> Plot:
-    """A closed curve for each run's {category: mean}, and one at 0 for chance."""
-    means = pd.DataFrame([*categories, {}])
-    means.iloc[-1] = 0
-    closed = pd.concat([means, means.iloc[:, :1]], axis=1).to_numpy(float)
-    angles = np.linspace(0, 2 * np.pi, closed.shape[1])
-    labels = [textwrap.fill(name, 16, break_long_words=False) for name in means]
-    ticks = {"xticks": angles[:-1], "xticklabels": labels}
-    curves = [(angles, row) for row in closed]
-    return Plot("", "", curves, ticks)
-
-
-def unigram_baseline(run: Run) -> list[str]:
-    """The entropy of the token frequencies, if the rows are here."""
-    manifest = Path(run.config["data"]["path"], "manifest.json")
-    if not manifest.exists():
-        return []
-    entropy = json.loads(manifest.read_text())["unigram_entropy"]
-    return [f"Unigram baseline: {fmt(entropy)} nats/token.", ""]
-
-
-def report(runs: list[Run], out: Path) -> None:
-    """The page and its figures; its beginning goes to the screen, too."""
+def report(runs: list[Run], out: Path, command: str) -> None:
+    """The page and its figures."""
     arms = arms_of(runs)
-    lines = [f"# {', '.join(arm.name for arm in arms)}", ""]
-    for arm in arms[1:]:
-        lines += comparison(arm, arms[0])
-    data = Path(runs[0].config["data"]["path"])
-    title = "/".join(data.parts[-2:])
-    lines += comparison_figure(out / "depth.png", arms, title)
-    lines += loss_table(arms, [])
-    lines += unigram_baseline(runs[0])
-    lines += not_compared(runs)
-    print("\n".join(lines))
-    lines += ["## Val loss by depth", "", *loss_table(arms, shown_depths(arms))]
-    first = [difference_over_training(arms, title)] if len(arms) > 1 else []
-    lines += ["## Over training", "", *curves_figure(out / "training.png", arms, CURVES, first)]
-    lines += ["## What differs", "", *flag_table(runs)]
-    lines += ["## Cost", "", *cost_table(arms)]
-    files = set()
-    for run in runs:
-        files |= run.core.keys()
-    for file in sorted(files):
-        scored = [run for run in runs if file in run.core]
-        lines += core_table(file, scored) + radars(file, scored, out)
-    save_page(out / "report", lines)
+    sections = [*differences(arms), *not_compared(runs)]
+    sections += ["## Over training", "", *curves_figure(out / "training.png", arms, CURVES)]
+    sections += ["## What differs", "", *setting_table(runs)] if len(runs) > 1 else []
+    title = ", ".join(arm.name for arm in arms)
+    write_page(out / "report", title, arms, command, sections + core_tables(runs))
+
+
+def runs_in(paths: list[Path]) -> list[Path]:
+    """The run directories among these; where there are none, what is in them is named."""
+    found = [path.absolute() for path in paths if (path / "log.jsonl").exists()]
+    if not found:
+        inside = sorted(path.parent.name for path in paths[0].glob("*/log.jsonl"))
+        there = f"; in it are {', '.join(inside)}" if inside else ""
+        fail(f"{paths[0]} is no run directory{there}; give directories that train.py made")
+    return found
 
 
 def main(argv=None):
@@ -192,13 +147,15 @@ def main(argv=None):
     add("runs", nargs="+", type=Path, metavar="RUN", help=about)
     about = "for report.md and figures (default: the runs' common parent; of one run, the run)"
     add("--out", type=Path, help=about)
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    paths = [path.absolute() for path in args.runs if (path / "log.jsonl").exists()]
-    if not paths:
-        fail(f"{args.runs[0]} is no run directory; give directories that train.py made")
+    paths = runs_in(args.runs)
     parent = os.path.commonpath([path.parent for path in paths])
     runs = [read_run(path, os.path.relpath(path, parent)) for path in paths]
-    report(runs, args.out or Path(os.path.commonpath(paths)))
+    if any(run.config["code"] != code_hash() for run in runs):
+        note("other code than this made some of these runs; their commits are on the page")
+    command = shlex.join(["python", "-m", "tools.report", *argv])
+    report(runs, args.out or Path(os.path.commonpath(paths)), command)
 
 
 if __name__ == "__main__":

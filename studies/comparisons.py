@@ -1,7 +1,7 @@
 """
-The comparisons of the sources as data: every experiment's arms, each a line of train.py flags
-with the group that it is compared in and the source's numbers. Sources: the paper (Parcae; Prairie
-et al. 2026) and the post (Exact-ZOH; Huang 2026).
+The comparisons of the sources as data: every experiment is a list of arms, each with train.py's flags, the
+group that it is compared in and the source's numbers. Sources: the paper (Parcae; Prairie et al. 2026) and
+the post (Exact-ZOH; Huang 2026).
 
 At the small scale (`nano`) an arm usually trains 20 tokens for each parameter of the preset of that
 name (the RDM's models are smaller); at the others the source's tokens. To add a comparison, write a
@@ -10,39 +10,32 @@ function of the scale's name under @experiment(…).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 
 import pandas as pd
 
+from looped.common import ints
+from model import PRESETS
 from tools.arms import Arm
-from train import RECIPES
+from train import FINAL_DEPTHS, RECIPES
 
 SOURCES = Path(__file__).with_name("sources.csv")  # of: a depth, or a score
 SMALL = "nano"
-LENGTHS = {"140m": 11.2e9, "370m": 29.6e9, "770m": 61.6e9, "1.3b": 104e9}  # the paper's tokens
+LENGTHS = {size: RECIPES[f"parcae-{size}"].tokens for size in ("140m", "370m", "770m", "1.3b")}
 TRANSFORMER = ("nano", *LENGTHS)  # sizes of the paper's two setups
 RDM = ("nano", "100m", "350m")
 UP_TO_80 = (20, 40, 80)  # tokens a parameter at the small scale
 ONE_LOOP = "--sampling fixed --mu-rec 1"
-
-
-@dataclass
-class StudyArm(Arm):
-    preset: str = "parcae"  # without its size
-    flags: str = ""
-    tokens: float = 0
-    flops: float = 0  # training FLOPs, instead of tokens
-    equal_flops: bool = False  # trains the FLOPs that the looped model needs for its tokens
-    source: dict = field(default_factory=dict)  # {depth, "mu_rec" or score: the source's number}
+AS_PARCAE = "as Parcae"  # for --flops: the training FLOPs of the group's Parcae arm
 
 
 @dataclass
 class Experiment:
     title: str
     scales: tuple[str, ...]
-    arms: Callable[[str], list[StudyArm]]  # of the scale's name
+    arms: Callable[[str], list[Arm]]  # of the scale's name
     depths: str = "1,2,4,8,16"  # evaluated
     perplexity: bool = False  # the source's unit: its numbers are shown as their logarithms
     curves: tuple[str, ...] = ()  # over training, beside the losses: of tools.arms
@@ -64,16 +57,22 @@ def experiment(title: str, scales: tuple[str, ...], **fields):
     return enter
 
 
-def arms_of(name: str, scale: str) -> list[StudyArm]:
+def arms_of(name: str, scale: str) -> list[Arm]:
     """The arms of an experiment, with the source's numbers."""
-    arms = EXPERIMENTS[name].arms(scale)
+    entry = EXPERIMENTS[name]
+    arms = entry.arms(scale)
+    for arm in arms:
+        arm.flags[2:2] = entry.flags.split()  # before its own, which win
+        # train.py's own choice of depths is measured at the end of a run alone
+        if "transformer" not in arm.flags[1] and ints(entry.depths) != FINAL_DEPTHS:
+            arm.flags += ["--eval-depths", entry.depths]
     known = pd.read_csv(SOURCES, dtype=str, keep_default_na=False).query("experiment == @name")
     if scale not in set(known.scale):
         scale = next(iter(known.scale), scale)  # beside the smallest of the source's
     for number in known[known.scale == scale].itertuples():
         of = int(number.of) if number.of.isdigit() else number.of
         value = number.value
-        if EXPERIMENTS[name].perplexity and of in {"mu_rec", *range(99)}:
+        if entry.perplexity and of in {"mu_rec", *range(99)}:
             value = f"{math.log(float(value)):.3f}"
         for arm in arms:
             if arm.label == number.arm and number.group in ("", arm.group):
@@ -81,14 +80,28 @@ def arms_of(name: str, scale: str) -> list[StudyArm]:
     return arms
 
 
-def rows(flags: dict[str, str], group: str = "", **same) -> list[StudyArm]:
-    """An arm for each row's flags."""
-    return [StudyArm(label, group, flags=text, **same) for label, text in flags.items()]
+def preset(family: str, scale: str) -> str:
+    """The small scale's Parcae has the scale's name alone."""
+    name = f"{family}-{scale}"
+    return name if name in PRESETS else scale
 
 
-def length(scale: str, source: float, ratio: float = 20) -> float:
-    """Tokens: the source's, or at the small scale those of the recipe, which has 20 a parameter."""
-    return RECIPES[SMALL].tokens * ratio / 20 if scale == SMALL else source
+def tokens(number: float) -> str:
+    return f"--tokens {number:.0f}"
+
+
+def arm(label: str, scale: str, flags: str, group: str = "", family: str = "parcae") -> Arm:
+    return Arm(label, ["--preset", preset(family, scale), *flags.split()], group)
+
+
+def rows(scale: str, length: str, flags: dict[str, str], group="", family="parcae") -> list[Arm]:
+    """An arm for each row's flags, all of one length."""
+    return [arm(label, scale, f"{length} {text}", group, family) for label, text in flags.items()]
+
+
+def length(scale: str, source: float, ratio: float = 20) -> str:
+    """The source's tokens, or at the small scale those of the recipe, which has 20 a parameter."""
+    return tokens(RECIPES[SMALL].tokens * ratio / 20 if scale == SMALL else source)
 
 
 # -- the two gains
@@ -96,7 +109,7 @@ def length(scale: str, source: float, ratio: float = 20) -> float:
 
 def no_stochastic_depth(scale) -> str:
     """The post's "no-SD" probe: AdamW's rate is a quarter of the recipe's, Muon's the same."""
-    recipe = RECIPES[scale]
+    recipe = RECIPES[preset("parcae", scale)]
     rates = f"--adam-lr {recipe.adam_lr / 4:g} --muon-lr {recipe.muon_lr:g}"
     return f"--sampling fixed --granularity batch {rates} --cooldown 0"
 
@@ -110,7 +123,7 @@ def gains(scale):
     """At the small scale with the paper's initial decay √(1/5) and a higher one."""
     recipes = {"Fixed no-SD": no_stochastic_depth(scale), "Paper-style": ""}
     lengths = [*product(recipes, ("0.2B", "0.5B")), ("Paper-style", "11.2B")]
-    trained = {f"{name}, {B}": (recipes[name], float(B[:-1]) * 1e9) for name, B in lengths}
+    trained = {f"{name}, {B}": (recipes[name], tokens(float(B[:-1]) * 1e9)) for name, B in lengths}
     if scale == SMALL:
         trained = {}
         decays = {"0.447": "", "0.9": "--ssm-decay 0.9"}
@@ -118,9 +131,9 @@ def gains(scale):
             group = f"{name}, decay {decay}, {ratio} tokens/parameter"
             trained[group] = (f"{recipes[name]} {decays[decay]}", length(scale, 0, ratio))
     arms = []
-    for group, (flags, tokens) in trained.items():
+    for group, (flags, budget) in trained.items():
         gains = {gain: f"{flags} --gain {gain}" for gain in ("euler", "zoh")}
-        arms += rows(gains, group, tokens=tokens)
+        arms += rows(scale, budget, gains, group)
     return arms
 
 
@@ -133,7 +146,7 @@ def gains(scale):
     depths="1,4,8",
     seeds=1,
     curves=("loss", "rho", "state_norm", "residual"),
-    flags="--eval-every 50 --save-every 50 --eval-tokens 65536",
+    flags="--eval-every 50 --eval-tokens 65536",
 )
 def stability(scale):
     """The paper's five learning rates; at the small scale, whose models bear more, 16 times as
@@ -145,19 +158,18 @@ def stability(scale):
     if scale == SMALL:
         rates.append(4e-3)
         factor = 16
-    tokens = length(scale, 3.8e9 if scale == "350m" else 1.1e9)  # ten a parameter
+    ten_a_parameter = length(scale, 3.8e9 if scale == "350m" else 1.1e9)
     models = [  # of the paper's table, with the highest rate at which each converges
         ("Base (pre-norm concat)", "rdm", "--block prenorm", 2e-4),
         ("Res. Norm (concat)", "rdm", "", 4e-4),
         ("Parcae", "parcae-rdm", "", 1e-3),
     ]
     arms = []
-    for (group, preset, block, limit), rate in product(models, rates):
-        flags = f"{block} --warmup 0.1 --cooldown 0.1 --adam-lr {rate * factor:g}"
-        arm = StudyArm(f"LR {rate * factor:g}", group, [], preset, flags, tokens)
+    for (group, family, block, limit), rate in product(models, rates):
+        flags = f"{ten_a_parameter} {block} --warmup 0.1 --cooldown 0.1 --adam-lr {rate * factor:g}"
+        arms.append(arm(f"LR {rate * factor:g}", scale, flags, group, family))
         if rate <= 1e-3:
-            arm.source["mu_rec"] = "converges" if rate <= limit else "diverges"
-        arms.append(arm)
+            arms[-1].source["mu_rec"] = "converges" if rate <= limit else "diverges"
     return arms
 
 
@@ -178,7 +190,7 @@ def components(scale):
     arms = []
     for step in pairwise(changes):
         flags = {name: changes[name] for name in step}
-        arms += rows(flags, step[1].strip("+ "), tokens=length(scale, LENGTHS.get(scale)))
+        arms += rows(scale, length(scale, LENGTHS.get(scale)), flags, step[1].strip("+ "))
     return arms
 
 
@@ -191,14 +203,14 @@ def baseline(scale):
     arms = []
     for budget in UP_TO_80 if scale == SMALL else (80,):
         group = f"{budget} tokens/parameter"
-        tokens = length(scale, LENGTHS.get(scale), budget)
-        flat = {"group": group, "preset": "transformer", "tokens": tokens}
+        n = length(scale, LENGTHS.get(scale), budget)
         arms += [
-            StudyArm("Transformer", **flat),
-            StudyArm("Parcae", group, tokens=tokens),
-            StudyArm("Transformer, Parcae's FLOPs", equal_flops=True, **flat),
-            StudyArm("Parcae, one loop", group, flags=ONE_LOOP, tokens=tokens),
+            arm("Transformer", scale, n, group, "transformer"),
+            arm("Parcae", scale, n, group),
+            arm("Transformer, Parcae's FLOPs", scale, "", group, "transformer"),
+            arm("Parcae, one loop", scale, f"{n} {ONE_LOOP}", group),
         ]
+        arms[-2].flags += ["--flops", AS_PARCAE]
     return arms
 
 
@@ -208,8 +220,9 @@ def baseline(scale):
 def bridge(scale):
     """The looped model and its flat twin at twice the width and four times the vocabulary, all else as in `nano`."""
     size = "--vocab-size 4096 --d-model 128 --n-head 2 --d-mlp 512"
-    at = {"flags": size, "tokens": 30e6}
-    return [StudyArm("Transformer", preset="transformer", **at), StudyArm("Parcae", **at)]
+    flags = f"{size} {tokens(30e6)}"
+    flat = arm("Transformer", scale, flags, family="transformer")
+    return [flat, arm("Parcae", scale, flags)]
 
 
 @experiment("What the looped frame costs (no source)", ("nano",))
@@ -238,18 +251,15 @@ def frame(scale):
         "mu_rec 2, random start": "--mu-rec 2 --state-init like-init",
         "mu_rec 2, fixed depth": "--mu-rec 2 --sampling fixed",
     }
-    at = {"tokens": length(scale, 0)}
-    return [*rows(changes, **at), StudyArm("Transformer", preset="transformer", **at)]
+    n = length(scale, 0)
+    return [*rows(scale, n, changes), arm("Transformer", scale, n, family="transformer")]
 
 
 @experiment("Parcae against the RDM (paper, table 1)", RDM, depths="1,4,8,16", perplexity=True)
 def rdm(scale):
-    """Table 1's models; tools/lm_eval.py gives WikiText and the zero-shot tasks."""
-    tokens = length(scale, 10e9)
-    return [
-        StudyArm("RDM", preset="rdm", tokens=tokens),
-        StudyArm("Parcae", preset="parcae-rdm", tokens=tokens),
-    ]
+    """Table 1's models; WikiText and the zero-shot tasks: results/SOURCES.md."""
+    n = length(scale, 10e9)
+    return [arm("RDM", scale, n, family="rdm"), arm("Parcae", scale, n, family="parcae-rdm")]
 
 
 # -- depth in training
@@ -266,7 +276,7 @@ BY_DEPTH = ("loss", *(f"loss.{depth}" for depth in (1, 4, 8, 16)))
 )
 def granularity(scale):
     units = {"per batch": "--granularity batch", "per sequence": "--granularity sequence"}
-    return rows(units, preset="parcae-rdm", tokens=length(scale, 10e9))
+    return rows(scale, length(scale, 10e9), units, family="parcae-rdm")
 
 
 @experiment(
@@ -283,7 +293,7 @@ def sampling(scale):
         "fill": f"{eight} poisson-fill",
         "truncated-full": f"{eight} poisson-truncated-full",
     }
-    return rows(laws, preset="parcae-rdm", tokens=length(scale, 10e9))
+    return rows(scale, length(scale, 10e9), laws, family="parcae-rdm")
 
 
 @experiment(
@@ -299,8 +309,8 @@ def backward(scale):
     by_rec = {f"mu_rec {mu}": f"{law} --mu-rec {mu} --mu-bwd 4" for mu in (4, 8, 14, 20, 26, 32)}
     by_bwd = {f"mu_bwd {mu}": f"{law} --mu-rec 20 --mu-bwd {mu}" for mu in (4, 6, 8, 10, 12)}
     return [
-        *rows(by_rec, "mu_bwd 4", preset="rdm", tokens=length(scale, 10e9)),
-        *rows(by_bwd, "mu_rec 20", preset="rdm", tokens=length(scale, 8.5e9)),
+        *rows(scale, length(scale, 10e9), by_rec, "mu_bwd 4", "rdm"),
+        *rows(scale, length(scale, 8.5e9), by_bwd, "mu_rec 20", "rdm"),
     ]
 
 
@@ -321,12 +331,12 @@ def mechanisms(scale):
         raw[f"Raw loop{name}"] = f"{probe} --injection none{flags}"
         parcae[f"Parcae{name}"] = probe + flags
     raw["PLC / Parcae"] = probe
-    shorter = 2758144 if scale == SMALL else 0.2e9
+    shorter = tokens(2758144 if scale == SMALL else 0.2e9)
     longer = length(scale, 0.5e9)
     return [
-        *rows(raw, "raw loop", tokens=longer),
-        *rows(parcae, "shorter", tokens=shorter),
-        *rows(parcae, "longer", tokens=longer),
+        *rows(scale, longer, raw, "raw loop"),
+        *rows(scale, shorter, parcae, "shorter"),
+        *rows(scale, longer, parcae, "longer"),
     ]
 
 
@@ -335,7 +345,7 @@ def mechanisms(scale):
 DENSE = ",".join(map(str, range(1, 25)))  # test-time depths 1 … 24
 CURVES = {
     "depths": DENSE,
-    "flags": "--eval-every 1000000000",  # validation at the end only: it is dear at so many depths
+    "flags": "--eval-every 0",  # validation at the end only: it is dear at so many depths
     "seeds": 1,
     "fits": True,
 }
@@ -354,14 +364,14 @@ def isoflop(scale):
     arms = []
     for flops, mu in product(BUDGETS[scale], mus):
         flags = ONE_LOOP if mu == 1 else f"--mu-rec {mu}"
-        arms.append(StudyArm(f"mu_rec {mu}", f"{flops:g} FLOPs", flags=flags, flops=flops))
+        arms.append(arm(f"mu_rec {mu}", scale, f"--flops {flops:g} {flags}", f"{flops:g} FLOPs"))
     return arms
 
 
 @experiment("Test-time depth for six mu_rec (paper, figure 7)", tuple(BUDGETS), **CURVES)
 def testtime(scale):
     mus = {f"mu_rec {mu}": f"--mu-rec {mu}" for mu in (2, 4, 6, 8, 10, 12)}
-    return rows(mus, tokens=length(scale, 11.2e9))
+    return rows(scale, length(scale, 11.2e9), mus)
 
 
 @experiment("Test-time depth over model sizes (paper, figure 6)", ("nano", "140m"), **CURVES)
@@ -372,6 +382,5 @@ def sizes(scale):
     if scale == SMALL:
         lengths = {32: 2710400, 64: 6.9e6, 96: 12552320}  # {width: tokens}
         shapes = {d: f"--d-model {d} --d-mlp {4 * d}" for d in lengths}
-        return [StudyArm(f"d {d}", flags=shapes[d], tokens=D) for d, D in lengths.items()]
-    models = LENGTHS.items()
-    return [StudyArm(size, flags=f"--preset parcae-{size}", tokens=D) for size, D in models]
+        return [arm(f"d {d}", scale, f"{shapes[d]} {tokens(D)}") for d, D in lengths.items()]
+    return [arm(size, size, tokens(D)) for size, D in LENGTHS.items()]

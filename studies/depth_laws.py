@@ -13,7 +13,8 @@ from scipy.stats import poisson
 from looped.common import Parser, positive_int
 from looped.depth import sample_depths
 from model import ModelConfig
-from tools.figures import Plot, figure, fmt, save_page, table
+from tools.figures import Plot, figure, fmt, table
+from tools.pages import save_page
 
 SEQUENCES = 200_000
 OUT = Path("results/depth-laws")
@@ -55,10 +56,9 @@ def main(argv=None):
         numbers = [drawn @ depths, formula @ depths, gap]
         rows.append([law, *map(fmt, numbers)])
     caption = "Share of sequences by depth, mu_rec {mu_rec}, mu_bwd {mu_bwd}.".format(**loops)
-    lines = [f"# Depth laws, {SEQUENCES:,} sequences", ""]
-    lines += figure(OUT.with_suffix(".png"), caption, ["drawn", "formula"], plots)
-    lines += table(["law", "mean drawn", "mean of the formula", "largest difference"], rows)
-    save_page(OUT, lines)
+    picture = figure(OUT.with_suffix(".png"), caption, ["drawn", "formula"], plots)
+    lines = table(["law", "mean drawn", "mean of the formula", "largest difference"], rows)
+    save_page(OUT, f"Depth laws, {SEQUENCES:,} sequences", [], picture, lines)
 
 
 if __name__ == "__main__":

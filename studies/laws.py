@@ -1,7 +1,7 @@
 """
 The scaling laws of looping (Parcae; Prairie et al. 2026): their fits, tables and figures.
 
-    python -m studies.experiments isoflop --data DATA    # a grid of trainings; ends in these fits
+    python -m studies.experiments isoflop --data DATA --train # a grid of trainings; ends in these fits
 
     L = E + A N^-a + B D^-b + Z exp(-z depth mu^-gamma)       nats per token
     N = N_once + mu^phi N_rec
@@ -25,9 +25,9 @@ from scipy.optimize import least_squares
 from scipy.stats import gmean
 
 from model import Model, config_of
-from studies.pages import below_opening
 from tools.arms import Run
-from tools.figures import Plot, figure, fmt, frame_table, save_page
+from tools.figures import Plot, figure, fmt, frame_table
+from tools.pages import save_page
 
 ROW = ["run", "mu_rec", "tokens", "flops", "n_once", "n_rec", "depth", "loss"]
 DELTA = 1e-3  # of the Huber loss
@@ -66,8 +66,8 @@ FORMS = {
     "Z depth^-z": (np.log, ONE_RUN | {"E": 0}),
 }
 HELD_OUT = (
-    "[95 % interval], by bootstrap. Held out: the ledger's other runs of the same model, rows and "
-    "recipe with mu_bwd half of mu_rec, at 20, 40 or 80 tokens a parameter, seeds 0 to 7."
+    "[95 % interval], by bootstrap. Held out: the looped runs of the comparisons `baseline` and "
+    "`testtime`, on the same rows."
 )
 
 
@@ -90,10 +90,9 @@ def rows_of(runs: list[Run]) -> pd.DataFrame:
     """A row for each depth at which these runs were evaluated."""
     rows = []
     for run in runs:
-        cfg = config_of(run.flags)
+        cfg = config_of(run.config["model"])
         tokens = run.train[-1]["tokens"]
-        flops = tokens * run.config["flops_per_token"]
-        same = [run.name, cfg.mu_rec, tokens, flops, *sizes(cfg)]
+        same = [run.name, cfg.mu_rec, tokens, run.flops, *sizes(cfg)]
         for depth, loss in run.last["loss"].items():
             rows.append([*same, depth, loss])
     return pd.DataFrame(rows, columns=ROW)
@@ -338,11 +337,9 @@ def write_fit(rows, held_out, out: Path) -> None:
     fitted, floor, predicted = fit_curves(looped)
     page += forms_table(looped, fitted, floor, predicted)
     figures.append(draw_by_depth(looped, fitted, out / "test_time.png"))
-    opening = [f"# Fits of {rows.run.nunique()} runs", "", *figures[0]]
     for lines in figures[1:]:
         page += lines
-    file = out / "fit"
-    save_page(file, below_opening(file, opening, page))
+    save_page(out / "fit", f"Fits of {rows.run.nunique()} runs", [], figures[0], page)
 
 
 def span(values) -> str:
@@ -421,7 +418,7 @@ def draw_law(p, trained, path: Path) -> list[str]:
     axes.set(yscale="log", xlabel="mu_rec", ylabel=FLOPS)
     image.savefig(path)
     caption = "Loss by the training law; points: runs; line: the best of their mu_rec."
-    return [f"![{caption}]({path.name})", "", caption, ""]
+    return [f"![{path.stem}]({path.name})  ", f"*{caption}*", ""]
 
 
 def draw_by_depth(rows, guesses, path: Path) -> list[str]:

@@ -1,112 +1,92 @@
-"""
-The ledger of the studies: one JSON line for every finished or diverged training, in
-results/ledger/, a file for each set of rows, named by the beginning of their hash.
+"""The ledger of the studies: one JSON line for every finished or diverged training, in results/ledger/, a
+file for each set of rows, named by the beginning of their hash.
 
-A line is a run with its curves thinned out. Pages and figures are made from these lines alone, and
-a run whose line is there is not repeated, so that a study can be continued on another machine from
-what is committed. Runs of edited code or with flags after `--` are not entered.
+A line is a run with its curves thinned out. "pages" says where it stands: {"page", "group", "label"} of each
+page that shows it. Pages and figures are made from these lines alone.
 """
 
 import functools
 import json
-import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 
-import train
 from looped.common import finite
-from looped.run import MAY_CHANGE, by_depth
-from model import ModelConfig
-from tools import runner
-from tools.arms import Run, read_run
+from looped.run import IMPLIED, by_depth
+from tools.arms import Arm, Run
 
 LEDGER = Path("results/ledger")
 CURVE_POINTS = 20
+CONFIG = [
+    "params", "flops", "flops_per_token", "steps", "dtype", "code", "commit", "branch", "edited",
+    "date", "machine", "versions", "model",
+]  # fmt: skip
 TRAINING = ["tokens", "loss", "state_norm", "residual", "tok_s", "ms", "mem_gb"]
-VALIDATION = ["tokens", "loss", "rho", "eval_tokens", "final"]
-ABOUT = ["params", "flops_per_token", "data", "dtype", "versions", "machine", "steps"]
-# Settings that decide nothing, or that others imply: the network and the rates imply the preset,
-# the steps the length. The validation set decides the number measured.
-UNTOLD = MAY_CHANGE | {"preset", "tokens", "flops", "dtype"}
-UNTOLD -= {"eval_tokens"}
 
 
-@functools.cache
-def defaults() -> dict:
-    return vars(train.parse_args([])) | asdict(ModelConfig())
-
-
-def identity(flags: dict) -> frozenset:
-    """What equal runs of a length share: settings, which had the default of today where a line lacks
-    them; of a Transformer none that only a loop heeds, with AdamW alone none that only Muon heeds.
-    """
-    known = defaults() | flags
-    idle = set(UNTOLD)
-    if not known["n_core"]:
-        idle.update(train.LOOP_FLAGS)
-    if known["optimizer"] == "adamw":
-        idle.update(train.MUON_FLAGS)
-    for name in idle:
-        known.pop(name, None)
-    return frozenset(known.items())
-
-
-def thinned(records: list[dict]) -> list[dict]:
-    """The training records in at most CURVE_POINTS points: means, the last of their tokens, and the
-    sum of their times.
+def thinned(records: list[dict]) -> dict:
+    """The training records in at most CURVE_POINTS points, {name: values}: means, the last of their tokens,
+    and the sum of their times.
     """
     steps = pd.DataFrame(records, columns=TRAINING, dtype=float)
     points = steps.groupby(steps.index * CURVE_POINTS // len(steps))
     means = points.agg(functools.partial(pd.Series.mean, skipna=False))
     means["tokens"] = points.tokens.last().astype(int)
     means["ms"] = points.ms.sum()
-    return means.to_dict("records")
+    return means.to_dict("list")
 
 
-def some(evals: list[dict]) -> list[dict]:
-    """At most CURVE_POINTS of them, the last among these."""
-    every = -(-len(evals) // CURVE_POINTS) or 1
-    kept = [{name: one.get(name) for name in VALIDATION} for one in evals[::-every]]
-    return kept[::-1]
+def append(page: str, arm: Arm, run: Run) -> None:
+    """Enters a run of an arm of a page."""
+    LEDGER.mkdir(parents=True, exist_ok=True)
+    place = {"page": page, "group": arm.group, "label": arm.label}
+    config = {name: run.config[name] for name in CONFIG}
+    config["args"] = {name: x for name, x in run.config["args"].items() if name not in IMPLIED}
+    config["data"] = {name: run.config["data"][name] for name in ("sha256", "rows")}
+    line = {"pages": [place], "seed": run.seed, "name": run.name, "config": config}
+    line |= {"train": thinned(run.train), "evals": run.evals, "core": run.core}
+    line |= {"diverged_at": run.diverged_at}
+    file = LEDGER / f"{run.config['data']['sha256'][:10]}.jsonl"
+    with open(file, "a", encoding="utf-8") as ledger:
+        ledger.write(json.dumps(finite(line), ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
-def record(folder: Path) -> Run | None:
-    """A finished or diverged run, as the ledger has it; None if it is still to be done."""
-    if not runner.is_over(folder):
-        return None
-    run = read_run(folder, str(folder))
-    config = {name: run.config[name] for name in ABOUT}
-    decisive = {name: x for name, x in run.config["args"].items() if name not in UNTOLD}
-    written = time.gmtime((folder / "log.jsonl").stat().st_mtime)
-    config |= {"args": decisive, "model": run.config["model"]}
-    config["commit"] = run.config["git"]["commit"]
-    config["date"] = time.strftime("%Y-%m-%d", written)
-    return Run(run.name, config, thinned(run.train), some(run.evals), run.core, run.diverged_at)
-
-
-# -- the files
-
-
-def read_ledger() -> list[Run]:
-    """Of equal runs (settings, length, rows, dtype) the last in the place of the first."""
-    found = {}
+@functools.cache
+def lines() -> list[dict]:
+    found = []
     for file in sorted(LEDGER.glob("*.jsonl")):
         for text in file.read_text(encoding="utf-8").splitlines():
-            run = Run(**json.loads(text))
-            run.train = pd.DataFrame(run.train, dtype=float).to_dict("records")
-            for one in run.evals:
-                one["loss"] = by_depth(one["loss"])
-            config = run.config
-            key = identity(run.flags), config["steps"], config["data"]["sha256"], config["dtype"]
-            found[key] = run
-    return list(found.values())
+            found.append(json.loads(text))
+    return found
 
 
-def append(run: Run) -> None:
-    LEDGER.mkdir(parents=True, exist_ok=True)
-    name = run.config["data"]["sha256"][:10]
-    line = asdict(run) | {"train": pd.DataFrame(run.train).to_dict("list")}
-    with open(LEDGER / f"{name}.jsonl", "a", encoding="utf-8") as ledger:
-        ledger.write(json.dumps(finite(line), ensure_ascii=False) + "\n")
+def run_of(line: dict) -> Run:
+    train = pd.DataFrame(line["train"], dtype=float).to_dict("records")
+    evals = [one | {"loss": by_depth(one["loss"])} for one in line["evals"]]
+    return Run(line["name"], line["config"], train, evals, line["core"], line["diverged_at"])
+
+
+def fill(page: str, arms: list[Arm]) -> list[str]:
+    """Gives the arms of a page their runs, by seed; of two lines for one seed the later counts -> what the
+    page says of lines that it leaves out.
+
+    A page shows losses of one yardstick: the one that most of its lines were measured with.
+    """
+    by_arm = {}
+    for line in lines():
+        for place in line["pages"]:
+            if place["page"] == page:
+                runs = by_arm.setdefault((place["group"], place["label"]), {})
+                runs[line["seed"]] = run_of(line)
+    runs = [run for seeds in by_arm.values() for run in seeds.values()]
+    yardsticks = [json.dumps(run.yardstick, sort_keys=True) for run in runs]
+    usual = max(yardsticks, key=yardsticks.count, default="")
+    for arm in arms:
+        mine = by_arm.get((arm.group, arm.label), {})
+        for seed in sorted(mine):
+            if json.dumps(mine[seed].yardstick, sort_keys=True) == usual:
+                arm.runs.append(mine[seed])
+    others = len(yardsticks) - yardsticks.count(usual)
+    if not others:
+        return []
+    return [f"{others} runs of the ledger are left out: they were validated on other rows.", ""]

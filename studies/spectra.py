@@ -27,7 +27,8 @@ from looped.ops import hash_keys
 from looped.randomness import FOR_EVAL
 from looped.run import checkpoints, read_checkpoint, step_of
 from model import DiagonalInjection, discretise, load_run
-from tools.figures import Plot, figure, fmt, frame_table, save_page
+from tools.figures import Plot, figure, fmt, frame_table
+from tools.pages import save_page
 
 # not an Apple GPU, which lacks float64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,7 +94,7 @@ def loop_norms(model, ids, keys, loops: int = LOOPS) -> dict:
     residual = {}
     expansion = {}
     previous = None
-    for depth, h in model.states(ids, range(loops + 1), keys):
+    for depth, h, _ in model.states(ids, range(loops + 1), keys):
         x = h.double()
         state[depth] = mean_norm(x)
         if depth:
@@ -122,7 +123,7 @@ def channels(model) -> dict:
 
 def measure_run(path: Path, over_training: bool) -> Iterator[dict]:
     """Yields what is measured of a run's newest checkpoint or of each, by step."""
-    model, _, config = load_run(path, DEVICE, torch.float32 if DEVICE.type == "cpu" else None)
+    model, config = load_run(path, DEVICE, torch.float32 if DEVICE.type == "cpu" else None)
     data = PackedData(Path(config["data"]["path"]))
     numbers = np.arange(min(ROWS, data.rows("val")))
     rows = data.get("val", numbers)[:, :-1]
@@ -169,7 +170,7 @@ def main(argv=None):
         runs += measure_run(path, args.checkpoints)
     names = [run["name"] for run in runs]
     steps = [run["step"] for run in runs] if args.checkpoints else []
-    lines = ["# Norms in the loop", "", f"{ROWS} rows of validation; {EXPLANATION}", ""]
+    lines = [f"{ROWS} rows of validation; {EXPLANATION}", ""]
     for key, label in QUANTITIES.items():
         values = [run.get(key, {}) for run in runs]
         frame = pd.DataFrame(values, names, dtype=float).T
@@ -177,7 +178,7 @@ def main(argv=None):
         if len(frame):
             lines += [f"## {label}", "", *picture(key, frame, steps, out)]
             lines += frame_table(frame.map(fmt, spec=".4g"))
-    save_page(out / "norms", lines)
+    save_page(out / "norms", "Norms in the loop", [], [], lines)
 
 
 if __name__ == "__main__":

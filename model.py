@@ -2,16 +2,16 @@
 Looped language models: a Transformer whose middle block is applied a variable number of times.
 
     e = norm(prelude(tokens))                                      once
-    h = decay * h + gain * (B e);  h = h + core_blocks(h)          `depth` times
+    x = decay * h + gain * (B e);  h = core_blocks(x)              `depth` times
     logits = head(norm(coda(C h)))                                 once
 
     a = exp(A_log);  dt = softplus(dt_bias);  decay = exp(-dt * a)     0 < decay < 1
-    gain = dt                   `euler`  Parcae (Prairie et al. 2026, section 4)
+    gain = dt                   `euler`  Parcae (Prairie et al. 2026, "the paper"; section 4)
     gain = (1 - decay) / a      `zoh`    Exact-ZOH (Huang 2026): the held-input integral, solved exactly
 
 `Model.prelude`, `core_step`, `coda` and `head` are these lines. `enter_loop` computes gain * (B e) once,
-`unroll` repeats line two, and the head is the embedding's transpose. The flat twin has no loop: e goes
-straight to the coda. The RDM is the recurrent-depth model of Geiping et al. 2025, the paper's baseline:
+`unroll` repeats line two, and the head is the embedding's transpose. The flat twin has no loop and no
+coda: its prelude has all layers and ends in the final norm and the head. The RDM is the recurrent-depth model of Geiping et al. 2025, the paper's baseline:
 its loop begins with W [h; e].
 
 In shapes, such as (B, T, D), B is sequences (elsewhere the input matrix), T tokens, D width, H heads, S
@@ -22,9 +22,9 @@ Where to change what:
     decay and gain            DiagonalInjection.decay_and_write; each may be (D,) or (B, T, D)
     the linear path           a class like DiagonalInjection, and its line in INJECTIONS
     which tokens see which    sees
-    one whole loop            Model.core_step, which knows each sequence's own loop index; a table by it:
-                              at_index (looped/mechanisms.py), trained_loops (looped/depth.py); a random
-                              number for (sequence, loop): inputs.uniform(index)
+    one whole loop            Model.core_step; index (B,) is each sequence's own loop index
+    a table by loop index     at_index (looped/mechanisms.py), with trained_loops (looped/depth.py) rows
+    noise in a loop           inputs.uniform(index): a random number for each (sequence, loop)
     what all loops read       a field of LoopInputs, filled in by Model.enter_loop; the coda gets it too
     the loss                  Model.head_loss in training, Model.token_losses in validation; a further
                               term, summed over tokens: Model.loss
@@ -82,7 +82,7 @@ from looped.run import newest_checkpoint, read_checkpoint
 # The linear path of a loop
 
 
-# An input gain is a function of a and Δ, two tensors of the same shape.
+# An input gain is a function of a and dt (Δ), two tensors of the same shape.
 
 
 def euler_gain(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
@@ -119,14 +119,14 @@ def discretise(
 
 
 class LoopInputs(NamedTuple):
-    """What all loops read besides the state. A tensor of one dimension belongs to the channels, a tensor
-    of more to the sequences, which come first.
+    """What all loops read besides the state. A 1-D tensor is per channel; any other is per sequence,
+    batch first, and `first` cuts it.
     """
 
     decay: torch.Tensor | None  # (D,) or (B, T, D), float32
     write: torch.Tensor  # (B, T, D), of the activations' dtype: gain ⊙ (B e), added to the state
-    values: list  # (B, T, D) or None for each core layer: the tokens' rows of its value table
-    keys: torch.Tensor  # (B, 1) int64, from `hash_keys`: each sequence's randomness
+    ve: list  # (B, T, D) or None for each core layer: the tokens' rows of its value table
+    rng_keys: torch.Tensor  # (B, 1) int64, from `hash_keys`: each sequence's randomness
 
     def first(self, n: int) -> "LoopInputs":
         """The inputs of the first n sequences."""
@@ -141,7 +141,7 @@ class LoopInputs(NamedTuple):
         stream gives others. It does not depend on ranks, micro-batches or earlier calls.
         """
         counter = -1 - (stream << 32) - index  # h_0 uses the numbers from 0 on
-        return hashed_uniform(self.keys, counter[:, None])[:, 0]
+        return hashed_uniform(self.rng_keys, counter[:, None])[:, 0]
 
 
 class Injection(nn.Module):
@@ -228,7 +228,7 @@ class ConcatInjection(Injection):
     def __init__(self, cfg: "ModelConfig"):
         super().__init__(cfg)
         d = self.width = cfg.d_model
-        self.W = parameter((d, 2 * d), orthogonal(input_std(d)))  # [carry, write]
+        self.W = parameter((d, 2 * d), orthogonal(init_std(d)))  # [carry, write]
 
     def decay_and_write(self, e):
         write = self.W[:, self.width :].to(e.dtype)
@@ -303,8 +303,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def input_std(d_model: int) -> float:
-    """Standard deviation of the input matrices' entries and of the initial loop state."""
+def init_std(d_model: int) -> float:
+    """Standard deviation of the entries of most matrices, and of h_0, at the start."""
     return math.sqrt(2 / (5 * d_model))
 
 
@@ -315,7 +315,7 @@ def zero_outputs(cfg: "ModelConfig") -> Callable:
 def outputs_scaled_by_depth(cfg: "ModelConfig") -> Callable:
     """A standard deviation that falls as 1 / sqrt(2 L), L the layers that are applied."""
     layers = cfg.n_prelude + cfg.n_core * cfg.mu_rec + cfg.n_coda
-    return orthogonal(input_std(cfg.d_model) / math.sqrt(2 * layers))
+    return orthogonal(init_std(cfg.d_model) / math.sqrt(2 * layers))
 
 
 # How the output matrices of attention and MLP begin.
@@ -330,7 +330,7 @@ class Context(NamedTuple):
     causal: bool  # whether a token sees itself and all before it, for which kernels need no mask
     # (B,): loops that each sequence has taken; None outside the loop
     index: torch.Tensor | None = None
-    cache: object = None  # of a text that is read piece by piece: tools.sample.KVCache
+    cache: object = None  # keys and values of earlier tokens, in sampling: tools.sample.KVCache
 
     def cast(self, x):
         """x in the activations' dtype, which may be narrower than the residual stream's."""
@@ -366,7 +366,7 @@ class Attention(nn.Module):
         self.n_head = H
         self.qk_norm = cfg.qk_norm
         self.shift = cfg.shifts().get(layer)
-        init = orthogonal(input_std(d))
+        init = orthogonal(init_std(d))
         self.q = Linear(d, d, init, muon=True)
         self.k = Linear(d, d, init, muon=True)
         self.v = Linear(d, d, init, muon=True)
@@ -377,13 +377,13 @@ class Attention(nn.Module):
         if layer in cfg.value_layers():
             self.gate = Linear(self.gate_width, H, uniform_by_width)
 
-    def forward(self, x, values, context: Context):
-        """x (B, T, D) -> (B, T, D); values (B, T, D) or None: the tokens' rows of the value table."""
+    def forward(self, x, ve, context: Context):
+        """x (B, T, D) -> (B, T, D); ve (B, T, D) or None: the tokens' rows of the value table."""
         B, T, D = x.shape
         x = context.cast(x)
         q = self.q(x).view(B, T, self.n_head, -1)  # (B, T, H, D/H)
         q = self.rotate(q, context)
-        k, v = self.keys_and_values(x, values, context)  # (B, H, S, D/H), S tokens so far
+        k, v = self.keys_and_values(x, ve, context)  # (B, H, S, D/H), S tokens so far
         mask = None  # attend's own: a token sees itself and all before it
         if context.cache is not None or not context.causal:
             mask = attention_mask(T, k.size(2), x.device)
@@ -391,14 +391,14 @@ class Attention(nn.Module):
         y = y.transpose(1, 2)
         return self.o(y.reshape(B, T, D))
 
-    def keys_and_values(self, x, values, context: Context):
+    def keys_and_values(self, x, ve, context: Context):
         heads = (*x.shape[:2], self.n_head, -1)
         k = self.k(x).view(heads)
         v = self.v(x).view(heads)
-        if values is not None:  # gated per head
+        if ve is not None:  # gated per head
             gate = self.gate(x[..., : self.gate_width])  # (B, T, H)
             weight = 2 * torch.sigmoid(gate)
-            v = v + weight.unsqueeze(-1) * values.view(heads)
+            v = v + weight.unsqueeze(-1) * ve.view(heads)
         k = self.rotate(k, context)
         v = v.transpose(1, 2)
         if context.cache is not None:
@@ -420,7 +420,7 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
-        init = orthogonal(input_std(cfg.d_model))
+        init = orthogonal(init_std(cfg.d_model))
         output_init = INITS[cfg.init](cfg)
         self.fc = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
         self.proj = Linear(cfg.d_mlp, cfg.d_model, output_init, muon=True)
@@ -436,7 +436,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, cfg: "ModelConfig", layer: int):
         super().__init__()
-        init = orthogonal(input_std(cfg.d_model))
+        init = orthogonal(init_std(cfg.d_model))
         output_init = INITS[cfg.init](cfg)
         self.fc = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
         self.up = Linear(cfg.d_model, cfg.d_mlp, init, muon=True)
@@ -463,9 +463,9 @@ class Block(nn.Module):
         self.norm1 = RMSNorm(d)
         self.norm2 = RMSNorm(d)
 
-    def forward(self, x, values, context: Context):
+    def forward(self, x, ve, context: Context):
         """x (B, T, D), the residual stream -> the same shape and dtype."""
-        x = x + self.attn(self.norm1(x), values, context)
+        x = x + self.attn(self.norm1(x), ve, context)
         return x + self.mlp(self.norm2(x), context)
 
 
@@ -477,8 +477,8 @@ class ResNormBlock(Block):
         self.norm3 = RMSNorm(cfg.d_model)
         self.norm4 = RMSNorm(cfg.d_model)
 
-    def forward(self, x, values, context: Context):
-        x = self.norm3(x + self.attn(self.norm1(x), values, context))
+    def forward(self, x, ve, context: Context):
+        x = self.norm3(x + self.attn(self.norm1(x), ve, context))
         return self.norm4(x + self.mlp(self.norm2(x), context))
 
 
@@ -489,8 +489,8 @@ BLOCKS = {"prenorm": Block, "resnorm": ResNormBlock}
 # Configuration
 
 
-# h_0: {name: (standard deviation of a normal, where it is truncated, in standard deviations)}; None is
-# the standard deviation of the input matrices.
+# h_0 is drawn from a truncated normal: {name: (standard deviation, where it is cut, in standard
+# deviations)}; None is init_std.
 STATE_INITS = {"like-init": (None, 3.0), "normal": (1.0, 5.0), "zero": (0.0, 3.0)}
 CHOICES = {
     "injection": INJECTIONS,
@@ -506,8 +506,8 @@ CHOICES = {
 
 
 def setting(default, about: str, least: float = 0, most: float = 1 << 20, needs: str = ""):
-    """A field of ModelConfig: its default, the help of its flag, the bounds of a number, and without what
-    it has no meaning ("loop", "diagonal").
+    """A field of ModelConfig: its default, the help of its flag, the bounds of a number, and the part
+    without which it does nothing ("loop", "diagonal").
     """
     metadata = {"help": about, "least": least, "most": most, "needs": needs}
     return field(default=default, metadata=metadata)
@@ -534,7 +534,9 @@ class ModelConfig:
         8, "loops at evaluation; mean loops in training", most=MAX_DEPTH, needs="loop"
     )
     mu_bwd: int = setting(
-        0, "most loops with gradient; 0: half of mu_rec, rounded up", needs="loop"
+        0,
+        "most loops with gradient (poisson-full: all); 0: half of mu_rec, rounded up",
+        needs="loop",
     )
     injection: str = setting(
         "diagonal", "how a loop takes in h and e; none: the raw loop h + R(h, e)", needs="loop"
@@ -726,7 +728,7 @@ class Model(nn.Module):
         self.core_layers = cfg.core_layers()
         self.prelude_layers = range(self.core_layers.start)
         self.coda_layers = range(self.core_layers.stop, cfg.n_layer())
-        init = orthogonal(input_std(d))
+        init = orthogonal(init_std(d))
         self.injection = INJECTIONS[cfg.injection](cfg) if cfg.n_core else None
         self.wte = Embedding(V, d, init)
         layers = range(cfg.n_layer())
@@ -775,9 +777,9 @@ class Model(nn.Module):
     def prelude(self, ids, cache=None):
         """ids (B, T) -> e (B, T, D), the prelude's output."""
         x = self.wte(ids).to(self.residual_dtype or self.dtype)
-        values = self.values(ids, self.prelude_layers)
+        ve = self.lookup_ve(ids, self.prelude_layers)
         context = self.context(ids, cache=cache)
-        x = self.run_blocks(x, self.prelude_layers, values, context)
+        x = self.run_blocks(x, self.prelude_layers, ve, context)
         return x if self.norm_e is None else self.norm_e(x)
 
     def initial_state(self, e, keys, positions=None):
@@ -787,7 +789,7 @@ class Model(nn.Module):
         if std == 0:
             return torch.zeros_like(e)
         if std is None:
-            std = input_std(D)
+            std = init_std(D)
         # a copy: given a view, torch recompiles whenever the tensor behind the view changes shape
         h = hashed_normal(keys, T, D, std, cut, positions)
         return h.to(e.dtype, copy=True)
@@ -802,9 +804,9 @@ class Model(nn.Module):
         decay, write = self.injection.decay_and_write(e.to(self.dtype))
         positions = None if cache is None else cache.positions
         h = self.initial_state(e, keys, positions)
-        values = self.values(ids, self.core_layers)
-        # (B, 1): a second dimension marks what belongs to sequences; a copy, since a view is recompiled
-        return h, LoopInputs(decay, write, values, keys[:, None].clone())
+        ve = self.lookup_ve(ids, self.core_layers)
+        # (B, 1), so that `first` cuts it; cloned, since torch.compile would compile again for a view
+        return h, LoopInputs(decay, write, ve, keys[:, None].clone())
 
     def core_step(self, h, inputs: LoopInputs, index, cache=None):
         """One loop, line two at the head of this file, or another injection's: h (B, T, D) -> (B, T, D).
@@ -812,7 +814,7 @@ class Model(nn.Module):
         """
         x = self.injection.inject(h, inputs)
         context = self.context(h, index, cache)
-        out = self.run_blocks(x, self.core_layers, inputs.values, context)
+        out = self.run_blocks(x, self.core_layers, inputs.ve, context)
         return self.injection.finish(out, x, h, inputs)
 
     def coda(self, h, ids, inputs: LoopInputs | None, cache=None):
@@ -821,12 +823,12 @@ class Model(nn.Module):
         """
         if self.C is not None:
             h = self.C(h.to(self.dtype)).to(h.dtype)
-        values = self.values(ids, self.coda_layers)
+        ve = self.lookup_ve(ids, self.coda_layers)
         context = self.context(ids, cache=cache)
-        x = self.run_blocks(h, self.coda_layers, values, context)
+        x = self.run_blocks(h, self.coda_layers, ve, context)
         return self.norm_f(x).to(self.dtype)
 
-    def values(self, ids, layers: range) -> list:
+    def lookup_ve(self, ids, layers: range) -> list:
         """The tokens' rows of these layers' value tables: (B, T, D), None for a layer without."""
         rows = []
         for layer in layers:
@@ -841,9 +843,9 @@ class Model(nn.Module):
         sin = self.sin[at].to(self.dtype)
         return Context(cos, sin, self.causal, index, cache)
 
-    def run_blocks(self, x, layers: range, values: list, context: Context):
-        """These layers, each with its entry of `values`, applied to x (B, T, D)."""
-        for layer, rows in zip(layers, values, strict=True):
+    def run_blocks(self, x, layers: range, ve: list, context: Context):
+        """These layers, each with its entry of `ve`, applied to x (B, T, D)."""
+        for layer, rows in zip(layers, ve, strict=True):
             x = self.blocks[layer](x, rows, context)
         return x
 
@@ -891,17 +893,17 @@ class Model(nn.Module):
             if cache is not None:
                 cache.begin_loop(loop.number, loop.live)
             with torch.set_grad_enabled(with_gradient):
-                taking = state[: loop.active]
-                cut = inputs.first(loop.active)
+                active = state[: loop.active]
+                active_inputs = inputs.first(loop.active)
                 step = self.core_step
                 if self.checkpoint_loops and with_gradient:
                     step = recomputed(step)
-                core = functools.partial(step, inputs=cut, index=loop.index, cache=cache)
-                new = mechanism.step(taking, history, loop.index, core)
+                core = functools.partial(step, inputs=active_inputs, index=loop.index, cache=cache)
+                new = mechanism.step(active, history, loop.index, core)
                 if loop.live is not None:  # tokens that are done keep their state
-                    new = torch.where(like_state(loop.live, new), new, taking)
-            everyone = loop.active == len(state)
-            state = new if everyone else torch.cat([new, state[loop.active :]])
+                    new = torch.where(like_state(loop.live, new), new, active)
+            rest = state[loop.active :]
+            state = torch.cat([new, rest]) if len(rest) else new
             yield state
 
     def loss(self, ids, targets, keys, n, k):

@@ -65,8 +65,8 @@ from model import CHOICES, PRESETS, Model, ModelConfig
 from muon import AdamW, Muon, Optimizer, Rates
 
 FINAL_DEPTHS = [1, 2, 4, 8, 16]  # of the validation at the end, beside mu_rec
-BAD_STEPS = 3  # consecutive steps without a finite loss that end a run
-SETTLED = 20  # steps of a process after which its Python objects stay
+BAD_STEPS = 3  # consecutive steps without a finite loss or gradient that end a run
+GC_OFF_AFTER = 20  # steps of a process, after which its Python objects stay
 
 
 # -------------------------------------------------------------------------------------------------
@@ -91,33 +91,35 @@ class Recipe:
 
 
 # paper, table "Hyperparameter"
-LARGE = {
+PARCAE_RECIPES = {
     "140m": Recipe(tokens=11.2e9, adam_lr=8e-3, muon_lr=8e-3),
     "370m": Recipe(tokens=29.6e9, adam_lr=8e-3, muon_lr=8e-3),
     "770m": Recipe(tokens=61.6e9, adam_lr=6e-3, muon_lr=8e-3),
     "1.3b": Recipe(tokens=104e9, adam_lr=6e-3, muon_lr=8e-3),
 }
 # chosen for a few minutes on a CPU, see LOG.md
-NANO = Recipe(
+NANO_RECIPE = Recipe(
     tokens=6.9e6, batch_size=16, adam_lr=6.4e-2, muon_lr=2e-2, momentum_warmup=0, eval_tokens=400e3
 )
 # paper, "Parcae and RDM comparison"; batch, row length and tokens are our choice
-RDM_RAMPS = {"optimizer": "adamw", "muon_lr": 0, "warmup": 4096, "cooldown": 4096}
-RDM = {
-    "100m": Recipe(tokens=10e9, adam_lr=4e-4, **RDM_RAMPS),
-    "350m": Recipe(tokens=10e9, adam_lr=2e-4, **RDM_RAMPS),
+RDM_ADAMW = {"optimizer": "adamw", "muon_lr": 0, "warmup": 4096, "cooldown": 4096}
+RDM_RECIPES = {
+    "100m": Recipe(tokens=10e9, adam_lr=4e-4, **RDM_ADAMW),
+    "350m": Recipe(tokens=10e9, adam_lr=2e-4, **RDM_ADAMW),
 }
 # ours altogether, see LOG.md
-RDM_NANO = dataclasses.replace(NANO, optimizer="adamw", muon_lr=0, adam_lr=6.4e-3, warmup=50)
+RDM_NANO_RECIPE = dataclasses.replace(
+    NANO_RECIPE, optimizer="adamw", muon_lr=0, adam_lr=6.4e-3, warmup=50
+)
 RECIPES = {
-    "nano": NANO,
-    "transformer-nano": NANO,
-    "parcae-rdm-nano": RDM_NANO,
-    "rdm-nano": RDM_NANO,
+    "nano": NANO_RECIPE,
+    "transformer-nano": NANO_RECIPE,
+    "parcae-rdm-nano": RDM_NANO_RECIPE,
+    "rdm-nano": RDM_NANO_RECIPE,
 }
-for size, recipe in LARGE.items():
+for size, recipe in PARCAE_RECIPES.items():
     RECIPES |= {f"parcae-{size}": recipe, f"transformer-{size}": recipe}
-for size, recipe in RDM.items():
+for size, recipe in RDM_RECIPES.items():
     RECIPES |= {f"parcae-rdm-{size}": recipe, f"rdm-{size}": recipe}
 
 
@@ -399,7 +401,7 @@ def evaluate(model: Model, held_out: HeldOut, depths: list, size: int, rank: Ran
 
 
 def train_steps(args, data: PackedData, model: Model, optimizer: Optimizer, log: RunLog, size: int):
-    """Trains until the last step, --stop-at or a signal -> steps made so far. size: sequences at once."""
+    """Trains until the last step, --stop-at or a signal -> steps made so far. size: the device batch."""
     rank = log.rank
     held_out = HeldOut(data, args.eval_tokens, rank.device)
     step_tokens = args.batch_size * data.seq_len
@@ -413,14 +415,14 @@ def train_steps(args, data: PackedData, model: Model, optimizer: Optimizer, log:
         while True:
             # evaluate before the next step: a run that was killed in its evaluation repeats it on --resume
             final = step == args.steps
-            done = stopped or step == end
+            done = stopped or step >= end
             if final or (is_due(args.eval_every, step) and not done):
                 depths = args.eval_depths or (FINAL_DEPTHS if final else [])
                 result = evaluate(model, held_out, depths, size, rank)
                 log.record("eval", step, **result, final=final)
             if done:
                 break
-            if step == log.first + SETTLED:
+            if step == log.first + GC_OFF_AFTER:
                 note_idle_parameters(model, optimizer, first_sums, rank)
                 gc.freeze()  # a collection would stall all ranks, and what lives now lives to the end
                 gc.disable()

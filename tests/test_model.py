@@ -386,8 +386,8 @@ def test_a_parameter_without_an_init_is_named_with_what_to_write():
 def test_what_belongs_to_sequences_is_cut_to_the_active_ones():
     inputs = LoopInputs(torch.ones(3), torch.ones(3, 2, 3), [None, torch.ones(3, 2, 3)], KEYS)
     first = inputs.first(2)
-    assert torch.equal(first.decay, inputs.decay) and first.values[0] is None
-    assert len(first.write) == len(first.values[1]) == len(first.keys) == 2
+    assert torch.equal(first.decay, inputs.decay) and first.ve[0] is None
+    assert len(first.write) == len(first.ve[1]) == len(first.rng_keys) == 2
 
 
 def test_a_uniform_number_is_the_hash_of_sequence_and_loop():

@@ -66,7 +66,7 @@ def test_norms_equal_a_naive_loop(mechanism, injection):
     x = model.injection.inject(h0, inputs)
     want = {"h_0": norm(h0), "injection": norm(x)}
     for i in (2, 3):
-        x = model.blocks[i](x, inputs.values[i - 2], context)
+        x = model.blocks[i](x, inputs.ve[i - 2], context)
         want[f"block {i + 1}"] = norm(x)
     if injection == "none":
         want["less e"] = norm(x - inputs.write)

@@ -27,11 +27,11 @@ from looped.randomness import FOR_EVAL
 from model import load_run
 from tools.figures import Plot, figure, fmt, frame_table
 from tools.pages import save_page
-from tools.sample import Depth, KVCache, logits_of, read
+from tools.sample import EXIT_THRESHOLD, Depth, KVCache, logits_of, read
 
 ROWS = 96  # of validation
 DEPTHS = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32]
-THRESHOLDS = [1e-1, 3e-2, 1e-2, 2e-3, 5e-4, 1e-4]  # nats
+THRESHOLDS = [1e-1, 3e-2, 1e-2, 2e-3, EXIT_THRESHOLD, 1e-4]  # nats
 
 
 def rounded(weight):
@@ -107,10 +107,13 @@ def main(argv=None):
     trained = model.cfg.mu_rec
     at = int8.loc[trained]
     deepest = int8.iloc[-1]
+    left = exits.loc[EXIT_THRESHOLD]
     said = [
         f"A core in int8 adds {at['int8 adds']:+.4f} nats a token at {trained} loops; the state moves by "
         f"{int8['state moves by'].iloc[0]:.2%} in the first loop and by {deepest['state moves by']:.2%} "
         f"after {DEPTHS[-1]}.",
+        f"Tokens that leave the loop at {EXIT_THRESHOLD:g} nats take {left['mean loops']:.1f} loops for the "
+        f"loss of {left['fixed depth of that loss']:.1f} fixed ones.",
     ]
     curves = [(int8.index, int8["loss"]), (exits["mean loops"], exits["loss"])]
     loss = Plot("mean loops a token", "val loss, nats/token", curves, {"xscale": "log"})

@@ -13,6 +13,7 @@ import itertools
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,9 @@ TEXTS = {
         "--flops 6.5e12 --rows 1346",
         ("1", "2", "4", "8"),
         "little text, 1 unique token a parameter",
+    ),
+    "little-short": Text(
+        "--flops 2e12 --rows 1346", ("0.5", "1", "2"), "little text, 1 unique token a parameter"
     ),
     "plenty": Text(
         "--flops 2.7e13", ("0.2", "0.5", "1"), "plenty of text, 10 unique tokens a parameter"
@@ -194,7 +198,8 @@ def table_of(text: str, arms: list[Arm]) -> list[str]:
         row["val loss"] = plus_minus(arm.losses())
         row["less flat"] = plus_minus(paired(arm.losses(), flat.losses()), "+.4f")
         rows.append(row)
-    return [f"## With {TEXTS[text].words}", "", *records_table(rows, COLUMNS)]
+    title = f"## With {TEXTS[text].words}, {arms[0].runs[0].flops:.2g} FLOPs"
+    return [title, "", *records_table(rows, COLUMNS)]
 
 
 def unique_tokens(run: Run) -> int:
@@ -203,26 +208,40 @@ def unique_tokens(run: Run) -> int:
 
 
 def picture(by_text: dict[str, list[Arm]]) -> list[str]:
-    """The difference from the flat twin against unique tokens a parameter, a curve for each arm."""
-    points = {}
+    """The difference from the flat twin against unique tokens a parameter, and on little text against FLOPs."""
+    labels = []
     for arms in by_text.values():
-        base = next(arm for arm in arms if arm.label == "flat")
-        for arm in arms:
-            gaps = paired(arm.losses(), base.losses())
-            x, y, half = points.setdefault(arm.label, ([], [], []))
-            x.append(unique_tokens(arm.runs[0]) / parameters(base))
-            y.append(gaps.mean())
-            half.append(half_width(gaps) if arm is not base else 0)
-    curves = [(np.array(x), np.array(y)) for x, y, _ in points.values()]
-    halves = [half for *_, half in points.values()]
+        labels += [arm.label for arm in arms if arm.label not in labels]
+    by_tokens = {text: by_text[text] for text in ("little", "plenty") if text in by_text}
+    by_flops = {text: by_text[text] for text in ("little-short", "little") if text in by_text}
     xlabel = "unique tokens a parameter of the flat twin"
-    ylabel = "val loss less the flat twin's"
-    plot = Plot(xlabel, ylabel, curves, {"xscale": "log"}, halves)
+    plots = [
+        panel(
+            by_tokens, labels, xlabel, lambda base: unique_tokens(base.runs[0]) / parameters(base)
+        ),
+        panel(by_flops, labels, "training FLOPs, on little text", lambda base: base.runs[0].flops),
+    ]
     caption = (
         "Validation loss of each model less that of the flat twin at equal training FLOPs, each at its own "
         "weight decay; below 0 is better than flat; bars: 95 % interval over seeds, paired."
     )
-    return figure(Path(f"results/{PAGE}.png"), caption, list(points), [plot])
+    return figure(Path(f"results/{PAGE}.png"), caption, labels, plots)
+
+
+def panel(by_text: dict[str, list[Arm]], labels: list[str], xlabel: str, x_of: Callable) -> Plot:
+    """A curve for each label, over texts; x_of: where a text stands on the axis, from its flat twin."""
+    points = {label: ([], [], []) for label in labels}
+    for arms in by_text.values():
+        base = next(arm for arm in arms if arm.label == "flat")
+        for arm in arms:
+            gaps = paired(arm.losses(), base.losses())
+            x, y, half = points[arm.label]
+            x.append(x_of(base))
+            y.append(gaps.mean())
+            half.append(half_width(gaps) if arm is not base else 0)
+    curves = [(np.array(x), np.array(y)) for x, y, _ in points.values()]
+    halves = [half for *_, half in points.values()]
+    return Plot(xlabel, "val loss less the flat twin's", curves, {"xscale": "log"}, halves)
 
 
 def sweep_table(text: str) -> list[str]:

@@ -49,11 +49,11 @@ TEXTS = {
         ("1", "2", "4", "8"),
         "little text, 1 unique token a parameter",
     ),
-    "little-short": Text(
-        "--flops 2e12 --rows 1346", ("0.2", "0.5", "1"), "little text, 1 unique token a parameter"
-    ),
     "plenty": Text(
         "--flops 2.7e13", ("0.2", "0.5", "1"), "plenty of text, 10 unique tokens a parameter"
+    ),
+    "little-short": Text(
+        "--flops 2e12 --rows 1346", ("0.2", "0.5", "1"), "little text, 1 unique token a parameter"
     ),
 }
 EVERY = "--dtype float32 --eval-depths 1,2,4,8,16"
@@ -165,12 +165,10 @@ def parameters(arm: Arm) -> int:
     return arm.runs[0].config["params"]
 
 
-def answers(text: str, arms: list[Arm]) -> str:
-    """At equal FLOPs, of equal size and of any: the best looped model against the best flat one."""
-    smallest = min(map(parameters, arms))
-    words = []
-    sizes = {"at equal parameters": SAME_SIZE * smallest, "at any size tried": np.inf}
-    for size, most in sizes.items():
+def answer(by_text: dict[str, list[Arm]], question: str, most: float) -> str:
+    """Text by text: the best looped model against the best flat one, of at most so many parameters."""
+    parts = []
+    for text, arms in by_text.items():
         looped = best_of(arms, False, most)
         flat = best_of(arms, True, most)
         gaps = paired(looped.losses(), flat.losses())
@@ -179,10 +177,10 @@ def answers(text: str, arms: list[Arm]) -> str:
         word = "is not shown to pay"
         if abs(mean) > half:
             word = "pays" if mean < 0 else "does not pay"
-        shown = f"{mean:+.4f} ± {half:.4f} nats/token, {len(gaps)} seeds"
-        words.append(f"{size} looping {word} ({looped.label} beside {flat.label}: {shown})")
-    flops = arms[0].runs[0].flops
-    return f"With {TEXTS[text].words}, at {flops:.2g} training FLOPs: {'; '.join(words)}."
+        regime = f"with {TEXTS[text].words} read {epochs(flat.runs[0]):.0f} times"
+        shown = f"{looped.label} beside {flat.label}: {mean:+.4f} ± {half:.4f} nats/token, {len(gaps)} seeds"
+        parts.append(f"{word} {regime} ({shown})")
+    return f"{question} looping {'; '.join(parts)}."
 
 
 def table_of(text: str, arms: list[Arm]) -> list[str]:
@@ -191,10 +189,9 @@ def table_of(text: str, arms: list[Arm]) -> list[str]:
     rows = []
     for arm in sorted(arms, key=mean_loss):
         cost = pd.DataFrame(map(cost_of, arm.runs)).median()
-        unique = unique_tokens(arm.runs[0])
         row = {"model": arm.label, "seeds": len(arm.losses()), **cost}
-        row["unique tokens a parameter"] = unique / cost["parameters"]
-        row["epochs"] = cost["tokens trained"] / unique
+        row["unique tokens a parameter"] = unique_tokens(arm.runs[0]) / cost["parameters"]
+        row["epochs"] = epochs(arm.runs[0])
         row["weight decay"] = arm.group.rpartition(" ")[2]
         row["val loss"] = plus_minus(arm.losses())
         row["less flat"] = plus_minus(paired(arm.losses(), flat.losses()), "+.4f")
@@ -206,6 +203,10 @@ def table_of(text: str, arms: list[Arm]) -> list[str]:
 def unique_tokens(run: Run) -> int:
     rows = run.config["args"].get("rows") or run.config["data"]["rows"]
     return rows * run.config["model"]["seq_len"]
+
+
+def epochs(run: Run) -> float:
+    return cost_of(run)["tokens trained"] / unique_tokens(run)
 
 
 def picture(by_text: dict[str, list[Arm]]) -> list[str]:
@@ -273,7 +274,11 @@ def write(command: str) -> None:
         answered = [arm for arm in arms if len(arm.losses()) > 1]
         if answered:
             by_text[text] = answered
-    said = [answers(text, arms) for text, arms in by_text.items()]
+    smallest = min(map(parameters, sum(by_text.values(), [])))
+    said = [
+        answer(by_text, "At equal parameters and training FLOPs", SAME_SIZE * smallest),
+        answer(by_text, "At equal training FLOPs and any size tried", np.inf),
+    ]
     body = []
     for text, arms in by_text.items():
         body += table_of(text, arms)

@@ -15,6 +15,7 @@ from tools.figures import (
     figure,
     frame_table,
     half_width,
+    has_values,
     plus_minus,
     records_table,
 )
@@ -216,18 +217,20 @@ def comparison_figure(path: Path, arms: list[Arm], title: str = "") -> list[str]
     """For each group the val loss by depth, and the differences over training."""
     unit = unit_of(arms)
     plots = []
+    paired_too = False  # whether a difference is drawn
     for group, by_label in groups_of(arms).items():
         members = list(by_label.values())
         plots.append(loss_by_depth(members, group or title, unit))
         if pairs_of(members):
             plots.append(difference_over_training(members, group or title, unit))
-    return figure(path, caption(arms), labels_of(arms), plots)
+            paired_too |= has_values(plots[-1])
+    return figure(path, caption(arms, paired_too), labels_of(arms), plots)
 
 
-def caption(arms: list[Arm]) -> str:
+def caption(arms: list[Arm], paired_too: bool) -> str:
     """What `comparison_figure` draws."""
     said = ["Val loss by depth"]
-    if pairs_of(arms):
+    if paired_too:
         said = ["Left val loss by depth, right the difference at mu_rec from the first model"]
         said.append(" over training (below 0 is better)")
     counts = sorted({len(arm.losses()) for arm in arms} - {0})

@@ -105,39 +105,42 @@ def main(argv=None):
     exits["fixed depth of that loss"] = [loops_at(loss, int8["loss"]) for loss in exits["loss"]]
 
     trained = model.cfg.mu_rec
-    at = int8.loc[trained]
-    deepest = int8.iloc[-1]
-    left = exits.loc[EXIT_THRESHOLD]
+    added = int8["int8 adds"][trained]
+    moves = int8["state moves by"]
+    first = moves.iloc[0]
+    last = moves.iloc[-1]
+    loops, _, fixed = exits.loc[EXIT_THRESHOLD]
     said = [
-        f"A core in int8 adds {at['int8 adds']:+.4f} nats a token at {trained} loops; the state moves by "
-        f"{int8['state moves by'].iloc[0]:.2%} in the first loop and by {deepest['state moves by']:.2%} "
-        f"after {DEPTHS[-1]}.",
-        f"Tokens that leave the loop at {EXIT_THRESHOLD:g} nats take {left['mean loops']:.1f} loops for the "
-        f"loss of {left['fixed depth of that loss']:.1f} fixed ones.",
+        f"A core in int8 adds {added:+.4f} nats a token at {trained} loops; the state moves by {first:.2%} in "
+        f"the first loop and by {last:.2%} after {DEPTHS[-1]}.",
+        f"Tokens that leave the loop at {EXIT_THRESHOLD:g} nats take {loops:.1f} loops for the loss of "
+        f"{fixed:.1f} fixed ones.",
     ]
     curves = [(int8.index, int8["loss"]), (exits["mean loops"], exits["loss"])]
     loss = Plot("mean loops a token", "val loss, nats/token", curves, {"xscale": "log"})
     moved = Plot(
         "depth, loops",
         "int8 moves the state by, relative",
-        [(int8.index, int8["state moves by"]), ([], [])],
+        [(int8.index, moves), ([], [])],
         {"xscale": "log", "yscale": "log"},
     )
     caption = "Left loss by loops, right how far a core in int8 moves the state; one run."
     names = ["fixed depth", "early exit, by threshold"]
     picture = figure(Path(f"{out}.png"), caption, names, [loss, moved])
     where = environment()
-    body = [
-        "## A core in int8", "",
-        *frame_table(int8.map(fmt, spec=".4f").rename_axis("depth")),
-        "## Early exit", "",
-        *frame_table(exits.map(fmt, spec=".4f").rename_axis("threshold, nats")),
-        f"- command: `{shlex.join(['python', '-m', 'studies.inference', *argv])}`",
-        f"- date: {time.strftime('%Y-%m-%d')}",
-        f"- machine: {where['machine']}; torch {where['versions']['torch']}, float32",
-        f"- run: {config['command']}, commit {config['git']['commit'] or 'unknown':.10}",
-        f"- validated on {ids.numel():,} tokens",
-    ]  # fmt: skip
+    torch_version = where["versions"]["torch"]
+    command = shlex.join(["python", "-m", "studies.inference", *argv])
+    date = time.strftime("%Y-%m-%d")
+    commit = config["git"]["commit"] or "unknown"
+    body = ["## A core in int8", ""]
+    body += frame_table(int8.map(fmt, spec=".4f").rename_axis("depth"))
+    body += ["## Early exit", ""]
+    body += frame_table(exits.map(fmt, spec=".4f").rename_axis("threshold, nats"))
+    body.append(f"- command: `{command}`")
+    body.append(f"- date: {date}")
+    body.append(f"- machine: {where['machine']}; torch {torch_version}, float32")
+    body.append(f"- run: {config['command']}, commit {commit:.10}")
+    body.append(f"- validated on {ids.numel():,} tokens")
     save_page(out, "A trained loop at inference", said, picture, body)
 
 

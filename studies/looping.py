@@ -171,14 +171,16 @@ def answer(by_text: dict[str, list[Arm]], question: str, most: float) -> str:
     for text, arms in by_text.items():
         looped = best_of(arms, False, most)
         flat = best_of(arms, True, most)
+        times = epochs(flat.runs[0])
         gaps = paired(looped.losses(), flat.losses())
+        seeds = len(gaps)
         mean = gaps.mean()
         half = half_width(gaps)
         word = "is not shown to pay"
         if abs(mean) > half:
             word = "pays" if mean < 0 else "does not pay"
-        regime = f"with {TEXTS[text].words} read {epochs(flat.runs[0]):.0f} times"
-        shown = f"{looped.label} beside {flat.label}: {mean:+.4f} ± {half:.4f} nats/token, {len(gaps)} seeds"
+        regime = f"with {TEXTS[text].words} read {times:.0f} times"
+        shown = f"{looped.label} beside {flat.label}: {mean:+.4f} ± {half:.4f} nats/token, {seeds} seeds"
         parts.append(f"{word} {regime} ({shown})")
     return f"{question} looping {'; '.join(parts)}."
 
@@ -214,26 +216,31 @@ def picture(by_text: dict[str, list[Arm]]) -> list[str]:
     labels = []
     for arms in by_text.values():
         labels += [arm.label for arm in arms if arm.label not in labels]
-    by_tokens = {text: by_text[text] for text in ("little", "plenty") if text in by_text}
-    by_flops = {text: by_text[text] for text in ("little-short", "little") if text in by_text}
+    some = [by_text["little"], by_text["plenty"]]
     xlabel = "unique tokens a parameter of the flat twin"
-    plots = [
-        panel(
-            by_tokens, labels, xlabel, lambda base: unique_tokens(base.runs[0]) / parameters(base)
-        ),
-        panel(by_flops, labels, "training FLOPs, on little text", lambda base: base.runs[0].flops),
-    ]
+    left = panel(some, labels, xlabel, unique_per_parameter)
+    some = [by_text["little-short"], by_text["little"]]
+    xlabel = "training FLOPs, on little text"
+    right = panel(some, labels, xlabel, budget)
     caption = (
         "Validation loss of each model less that of the flat twin at equal training FLOPs, each at its own "
         "weight decay; below 0 is better than flat; bars: 95 % interval over seeds, paired."
     )
-    return figure(Path(f"results/{PAGE}.png"), caption, labels, plots)
+    return figure(Path(f"results/{PAGE}.png"), caption, labels, [left, right])
 
 
-def panel(by_text: dict[str, list[Arm]], labels: list[str], xlabel: str, x_of: Callable) -> Plot:
-    """A curve for each label, over texts; x_of: where a text stands on the axis, from its flat twin."""
+def unique_per_parameter(flat: Arm) -> float:
+    return unique_tokens(flat.runs[0]) / parameters(flat)
+
+
+def budget(flat: Arm) -> float:
+    return flat.runs[0].flops
+
+
+def panel(texts: list[list[Arm]], labels: list[str], xlabel: str, x_of: Callable) -> Plot:
+    """A curve for each label, over the arms of several texts; x_of: where a text stands, from its flat twin."""
     points = {label: ([], [], []) for label in labels}
-    for arms in by_text.values():
+    for arms in texts:
         base = next(arm for arm in arms if arm.label == "flat")
         for arm in arms:
             gaps = paired(arm.losses(), base.losses())

@@ -82,7 +82,7 @@ from looped.run import newest_checkpoint, read_checkpoint
 # The linear path of a loop
 
 
-# An input gain is a function of a and dt (Δ), two tensors of the same shape.
+# An input gain is a function of a and dt, two tensors of the same shape.
 
 
 def euler_gain(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
@@ -91,8 +91,8 @@ def euler_gain(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
 
 
 def zoh_gain(a: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
-    """Exact-ZOH: the integral itself, (1 - exp(-Δa)) / a, to full relative precision as Δa -> 0,
-    where it tends to Δ.
+    """Exact-ZOH: the integral itself, (1 - exp(-dt a)) / a, to full relative precision as dt a -> 0,
+    where it tends to dt.
     """
     return -torch.expm1(-dt * a) / a
 
@@ -105,8 +105,8 @@ def discretise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(A_log, dt_bias), each (D,) or (B, T, D) -> (decay, gain) of the same shape, float32.
 
-    dh/dτ = -a h + B e with e held over a step of length Δ has the exact solution
-    h(Δ) = exp(-Δ a) h(0) + (1 - exp(-Δ a)) / a · B e.
+    dh/dτ = -a h + B e with e held over a step of length dt has the exact solution
+    h(dt) = exp(-dt a) h(0) + (1 - exp(-dt a)) / a · B e.
 
     A_log and dt_bias act as if clamped to [-40, 40], and decay is kept in [exp(-80), 1 - 2^-24], so
     that 0 < decay < 1 holds in float32 for every parameter value; beyond the ends the gradient is
@@ -190,7 +190,7 @@ class DiagonalInjection(Injection):
     def __init__(self, cfg: "ModelConfig"):
         super().__init__(cfg)
         d = cfg.d_model
-        dt = -math.log(cfg.ssm_decay)  # since a = 1 at first, decay = exp(-Δ)
+        dt = -math.log(cfg.ssm_decay)  # since a = 1 at first, decay = exp(-dt)
         inverse = dt + math.log(-math.expm1(-dt))  # softplus⁻¹(dt)
         self.gain_rule = cfg.gain
         self.A_log = parameter(d, zeros)
@@ -382,7 +382,7 @@ class Attention(nn.Module):
         B, T, D = x.shape
         x = context.cast(x)
         q = self.q(x).view(B, T, self.n_head, -1)  # (B, T, H, D/H)
-        q = self.rotate(q, context)
+        q = self.rope_and_norm(q, context)
         k, v = self.keys_and_values(x, ve, context)  # (B, H, S, D/H), S tokens so far
         mask = None  # attend's own: a token sees itself and all before it
         if context.cache is not None or not context.causal:
@@ -399,7 +399,7 @@ class Attention(nn.Module):
             gate = self.gate(x[..., : self.gate_width])  # (B, T, H)
             weight = 2 * torch.sigmoid(gate)
             v = v + weight.unsqueeze(-1) * ve.view(heads)
-        k = self.rotate(k, context)
+        k = self.rope_and_norm(k, context)
         v = v.transpose(1, 2)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
@@ -407,7 +407,7 @@ class Attention(nn.Module):
             k, v = self.shift(k, v)
         return k, v
 
-    def rotate(self, x, context: Context):
+    def rope_and_norm(self, x, context: Context):
         """Queries or keys (B, T, H, D/H), rotated by their positions and normed -> (B, H, T, D/H)."""
         x = rope(x, context.cos, context.sin)
         if self.qk_norm:

@@ -1,5 +1,5 @@
 """
-Trains a looped language model, or its flat baseline, on packed rows of tokens.
+Trains a looped language model, or its flat twin, on packed rows of tokens.
 
     python train.py                                                        # the small model, CPU
     python train.py --preset parcae-140m --gain zoh --data data/fineweb-edu-v32768/rows-2048-crop
@@ -117,10 +117,10 @@ RECIPES = {
     "parcae-rdm-nano": RDM_NANO_RECIPE,
     "rdm-nano": RDM_NANO_RECIPE,
 }
-for size, recipe in PARCAE_RECIPES.items():
-    RECIPES |= {f"parcae-{size}": recipe, f"transformer-{size}": recipe}
-for size, recipe in RDM_RECIPES.items():
-    RECIPES |= {f"parcae-rdm-{size}": recipe, f"rdm-{size}": recipe}
+for scale, recipe in PARCAE_RECIPES.items():
+    RECIPES |= {f"parcae-{scale}": recipe, f"transformer-{scale}": recipe}
+for scale, recipe in RDM_RECIPES.items():
+    RECIPES |= {f"parcae-rdm-{scale}": recipe, f"rdm-{scale}": recipe}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -350,12 +350,12 @@ def next_batch(data: PackedData, cfg: ModelConfig, args, step: int, rank: Rank) 
     return Batch(tokens, keys, n[mine], k[mine], depth_mean)
 
 
-def accumulate(model: Model, batch: Batch, size: int, step_tokens: int) -> dict:
-    """Gradients of this rank's sequences, `size` at once -> its part of the step's mean loss and
+def accumulate(model: Model, batch: Batch, device_batch_size: int, step_tokens: int) -> dict:
+    """Gradients of this rank's sequences, so many at once -> its part of the step's mean loss and
     statistics, on the device. Nothing waits for the device.
     """
     sums = {}
-    for ids, targets, keys, n, k in batch.micro_batches(size):
+    for ids, targets, keys, n, k in batch.micro_batches(device_batch_size):
         loss, stats = model.loss(ids, targets, keys, n, k)
         (loss / step_tokens).backward()
         for name, value in {"loss": loss.detach(), **stats}.items():
@@ -387,10 +387,12 @@ def is_due(every: int, step: int) -> bool:
 # Evaluation
 
 
-def evaluate(model: Model, held_out: HeldOut, depths: list, size: int, rank: Rank) -> dict:
+def evaluate(
+    model: Model, held_out: HeldOut, depths: list, device_batch_size: int, rank: Rank
+) -> dict:
     """Validation loss at mu_rec and these depths, and norms of the linear path."""
     depths = sorted({model.cfg.mu_rec, *depths}) if model.cfg.n_core else [0]
-    result = validate(model, held_out, depths, size, rank)
+    result = validate(model, held_out, depths, device_batch_size, rank)
     losses = [f"{depth}: {loss:.4f}" for depth, loss in result["loss"].items()]
     rank.say(f"val loss by depth  {'  '.join(losses)}  ({held_out.tokens:,} tokens)")
     return result | model.spectra()
@@ -400,8 +402,10 @@ def evaluate(model: Model, held_out: HeldOut, depths: list, size: int, rank: Ran
 # The loop
 
 
-def train_steps(args, data: PackedData, model: Model, optimizer: Optimizer, log: RunLog, size: int):
-    """Trains until the last step, --stop-at or a signal -> steps made so far. size: the device batch."""
+def train_steps(
+    args, data: PackedData, model: Model, optimizer: Optimizer, log: RunLog, device_batch_size: int
+):
+    """Trains until the last step, --stop-at or a signal -> steps made so far."""
     rank = log.rank
     held_out = HeldOut(data, args.eval_tokens, rank.device)
     step_tokens = args.batch_size * data.seq_len
@@ -418,7 +422,7 @@ def train_steps(args, data: PackedData, model: Model, optimizer: Optimizer, log:
             done = stopped or step >= end
             if final or (is_due(args.eval_every, step) and not done):
                 depths = args.eval_depths or (FINAL_DEPTHS if final else [])
-                result = evaluate(model, held_out, depths, size, rank)
+                result = evaluate(model, held_out, depths, device_batch_size, rank)
                 log.record("eval", step, **result, final=final)
             if done:
                 break
@@ -428,7 +432,7 @@ def train_steps(args, data: PackedData, model: Model, optimizer: Optimizer, log:
                 gc.disable()
 
             rates = schedule(step, args)
-            sums = accumulate(model, batch, size, step_tokens)
+            sums = accumulate(model, batch, device_batch_size, step_tokens)
             # one all-reduce carries the gradient's norm, the statistics, "stop" and "save", so that all
             # ranks skip, stop and save together
             save_due = args.save_every > 0 and time.monotonic() - saved_at > 60 * args.save_every
@@ -510,13 +514,13 @@ def main(argv=None):
         disconnect(rank)
         return
 
-    size = args.device_batch_size
+    device_batch_size = args.device_batch_size
     if compiled or rank.is_gpu:
-        size = warm_up(model, optimizer, args, rank, compiled)
+        device_batch_size = warm_up(model, optimizer, args, rank, compiled)
     rank.barrier()  # all have looked whether the run exists, before rank 0 makes it
     log = RunLog(config, first, data.folder / "tokenizer.json", rank)
-    announce(config, size, rank)
-    step = train_steps(args, data, model, optimizer, log, size)
+    announce(config, device_batch_size, rank)
+    step = train_steps(args, data, model, optimizer, log, device_batch_size)
     if step < args.steps:
         rank.say(f"stopped after step {step} of {args.steps} and saved; --resume continues")
     log.close()

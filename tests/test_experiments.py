@@ -96,7 +96,7 @@ def test_when_looping_pays_is_answered_by_other_seeds_than_tune(tmp_path, monkey
     runs = {}
     for line in ledger.lines():
         for place in line["pages"]:
-            if place["page"] == looping.PAGE and place["group"].startswith("little"):
+            if place["page"] == looping.PAGE and place["group"].startswith("little text"):
                 losses = line["evals"][-1]["loss"]
                 loss = losses[str(line["config"]["model"]["mu_rec"])]
                 runs.setdefault((place["label"], place["group"]), {})[line["seed"]] = loss

@@ -418,17 +418,8 @@ def answer(args, copies: Path) -> None:
 
 def history_table(verdicts: list[dict]) -> list[str]:
     """A row a verdict, its differences computed again from the losses by seed; costs beside the base's."""
-    header = [
-        "edit",
-        "verdict",
-        "difference",
-        "seeds",
-        "at 1 loop",
-        "parameters",
-        "FLOPs",
-        "tokens/s",
-    ]
-    header += ["tokens a parameter", "base", "date"]
+    header = ["edit", "verdict", "difference", "seeds", "at 1 loop", "parameters", "FLOPs"]
+    header += ["tokens/s", "tokens a parameter", "base", "date"]
     rows = []
     for v in verdicts:
         row = [v["edit"], v["verdict"], plus_minus(gaps_of(v), "+.4f"), len(v["seeds"])]

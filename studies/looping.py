@@ -44,16 +44,21 @@ class Text:
 
 
 TEXTS = {
+    "little-short": Text(
+        "--flops 2e12 --rows 1346", ("0.2", "0.5", "1"), "little text, 1 unique token a parameter"
+    ),
     "little": Text(
         "--flops 6.5e12 --rows 1346",
         ("1", "2", "4", "8"),
         "little text, 1 unique token a parameter",
     ),
+    "little-long": Text(
+        "--flops 1.3e13 --rows 1346",
+        ("1", "2", "4", "8"),
+        "little text, 1 unique token a parameter",
+    ),
     "plenty": Text(
         "--flops 2.7e13", ("0.2", "0.5", "1"), "plenty of text, 10 unique tokens a parameter"
-    ),
-    "little-short": Text(
-        "--flops 2e12 --rows 1346", ("0.2", "0.5", "1"), "little text, 1 unique token a parameter"
     ),
 }
 EVERY = "--dtype float32 --eval-depths 1,2,4,8,16"
@@ -215,7 +220,7 @@ def picture(by_text: dict[str, list[Arm]]) -> list[str]:
     some = [by_text["little"], by_text["plenty"]]
     xlabel = "unique tokens a parameter of the flat twin"
     left = panel(some, labels, xlabel, unique_per_parameter)
-    some = [by_text["little-short"], by_text["little"]]
+    some = [by_text["little-short"], by_text["little"], by_text["little-long"]]
     xlabel = "training FLOPs, on little text"
     right = panel(some, labels, xlabel, budget)
     caption = (
@@ -300,7 +305,7 @@ def main(argv=None):
     parser = Parser(description=__doc__, prog="python -m studies.looping")
     add = parser.add_argument
     add("--train", action="store_true", help="train what has no line in the ledger")
-    add("--text", choices=TEXTS, help="how much text to train on (default: both)")
+    add("--text", choices=TEXTS, help="text and budget to train with (default: all)")
     add(
         "--only",
         default="; ".join(ARMS.index),

@@ -65,13 +65,14 @@ COLUMNS = {  # of a text's table: {column: format of its numbers}
 }  # fmt: skip
 LIMITS = (
     "The best looped and the best flat model are chosen by the seeds that answer, among those with four "
-    "seeds or more. The boundary operator with one loop needs no loop, so it is a flat model. On little text "
-    "every model ends worse at 1.3e13 FLOPs than at 6.5e12, and seven flat layers are best at the sweep's "
-    "highest weight decay. With plenty of text eight sampled loops have the recipe's weight decay; flat and two "
-    "loops are both a little better below the sweep's lowest, at 0.1, see its table. The boundary operator "
-    "and late growth (arXiv 2609.19107) were run at this trainer's rates, not at those of their authors. Not "
-    "shown: other widths, other texts, larger budgets. At equal parameters and tokens, a third question, "
-    "looping wins: baseline-nano-stdlib.md."
+    "seeds or more; how often a text is read is said of the flat twin. A difference is of the seeds that both "
+    "models have, a loss of all. The boundary operator with one loop needs no loop, so it is a flat model. On "
+    "little text every model ends worse at 1.3e13 FLOPs than at 6.5e12. Seven flat layers are best at an end of "
+    "each sweep, so they may gain from more tuning. With plenty of text eight sampled loops have the recipe's "
+    "weight decay; flat and two loops are both a little better below the sweep's lowest, at 0.1, see its table. "
+    "The boundary operator and late growth (arXiv 2609.19107) were run at this trainer's rates, not at those of "
+    "their authors. Not shown: other widths, other texts, larger budgets. At equal parameters and tokens, a "
+    "third question, looping wins: baseline-nano-stdlib.md."
 )
 SAME_SIZE = 1.01  # at most so many times the smallest model's parameters
 
@@ -149,6 +150,10 @@ def best_of(arms: list[Arm], flat: bool, size: float = np.inf) -> Arm:
     return min(some, key=mean_loss)
 
 
+def twin_of(arms: list[Arm]) -> Arm:
+    return next(arm for arm in arms if arm.label == "flat")
+
+
 def mean_loss(arm: Arm) -> float:
     return arm.losses().mean()
 
@@ -163,7 +168,7 @@ def answer(by_text: dict[str, list[Arm]], question: str, most: float) -> str:
     for text, arms in by_text.items():
         looped = best_of(arms, False, most)
         flat = best_of(arms, True, most)
-        times = epochs(flat.runs[0])
+        times = epochs(twin_of(arms).runs[0])
         gaps = paired(looped.losses(), flat.losses())
         seeds = len(gaps)
         mean = gaps.mean()
@@ -233,7 +238,7 @@ def panel(texts: list[list[Arm]], labels: list[str], xlabel: str, x_of: Callable
     """A curve for each label, over the arms of several texts; x_of: where a text stands, from its flat twin."""
     points = {label: ([], [], []) for label in labels}
     for arms in texts:
-        base = next(arm for arm in arms if arm.label == "flat")
+        base = twin_of(arms)
         for arm in arms:
             gaps = paired(arm.losses(), base.losses())
             x, y, half = points[arm.label]

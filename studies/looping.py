@@ -65,8 +65,8 @@ COLUMNS = {  # of a text's table: {column: format of its numbers}
 }  # fmt: skip
 LIMITS = (
     "The best looped and the best flat model are chosen by the seeds that answer, among those with four "
-    "seeds or more; how often a text is read is said of the flat twin. A difference is of the seeds that both "
-    "models have, a loss of all. The boundary operator with one loop needs no loop, so it is a flat model. On "
+    "seeds or more. Readings are the flat twin's. A loss is the mean of all seeds, a difference that of the "
+    "seeds both models have. The boundary operator with one loop needs no loop, so it is a flat model. On "
     "little text every model ends worse at 1.3e13 FLOPs than at 6.5e12. Seven flat layers are best at an end of "
     "each sweep, so they may gain from more tuning. With plenty of text eight sampled loops have the recipe's "
     "weight decay; flat and two loops are both a little better below the sweep's lowest, at 0.1, see its table. "

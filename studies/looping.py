@@ -25,7 +25,7 @@ from looped.machine import ROOT
 from studies import ledger
 from tools.ablate import copy_patched
 from tools.arms import Arm, Run, paired
-from tools.figures import Plot, figure, frame_table, half_width, plus_minus, records_table
+from tools.figures import Plot, figure, frame_table, half_width, plus_minus
 from tools.pages import cost_of, origin, save_page
 from tools.runner import Training, default_side_by_side, train_arms
 
@@ -58,11 +58,6 @@ EVERY = "--dtype float32 --eval-depths 1,2,4,8,16"
 ARMS = pd.read_csv(
     Path(__file__).with_name("looping.csv"), index_col="label", keep_default_na=False
 )
-COLUMNS = {  # of a text's table: {column: format of its numbers}
-    "model": "", "val loss": "", "less flat": "", "seeds": "", "parameters": ",.0f",
-    "unique tokens a parameter": ".2g", "tokens a parameter": ".3g", "epochs": ".2g",
-    "training FLOPs": ".3g", "weight decay": "",
-}  # fmt: skip
 LIMITS = (
     "The best looped and the best flat model are chosen by the seeds that answer, among those with four "
     "seeds or more. Readings are the flat twin's. A loss is the mean of all seeds, a difference that of the "
@@ -182,21 +177,43 @@ def answer(by_text: dict[str, list[Arm]], question: str, most: float) -> str:
     return f"{question} looping {'; '.join(parts)}."
 
 
-def table_of(text: str, arms: list[Arm]) -> list[str]:
-    """A row an arm, best first."""
-    flat = best_of(arms, True, SAME_SIZE * min(map(parameters, arms)))
-    rows = []
-    for arm in sorted(arms, key=mean_loss):
-        cost = pd.DataFrame(map(cost_of, arm.runs)).median()
-        row = {"model": arm.label, "seeds": len(arm.losses()), **cost}
-        row["unique tokens a parameter"] = unique_tokens(arm.runs[0]) / cost["parameters"]
-        row["epochs"] = epochs(arm.runs[0])
-        row["weight decay"] = arm.group.rpartition(" ")[2]
-        row["val loss"] = plus_minus(arm.losses())
-        row["less flat"] = plus_minus(paired(arm.losses(), flat.losses()), "+.4f")
-        rows.append(row)
-    title = f"## With {TEXTS[text].words}, {arms[0].runs[0].flops:.2g} FLOPs"
-    return [title, "", *records_table(rows, COLUMNS)]
+def models_table(by_text: dict[str, list[Arm]]) -> list[str]:
+    """A row a model, a column a text: the loss of the flat twin; of the others less that, over the seeds both
+    have.
+    """
+    rows = {}
+    for text, arms in by_text.items():
+        flat = twin_of(arms)
+        times = epochs(flat.runs[0])
+        column = f"{TEXTS[text].words}, read {times:.0f} times, {budget(flat):.2g} FLOPs"
+        for arm in arms:
+            shown = plus_minus(flat.losses())
+            gaps = paired(arm.losses(), flat.losses())
+            if arm is not flat:
+                shown = plus_minus(gaps, "+.4f")
+            row = rows.setdefault(arm.label, {"parameters": f"{parameters(arm):,}"})
+            row[column] = f"{shown} ({len(gaps)} seeds)"
+    frame = pd.DataFrame(rows).T.reindex(ARMS.index.intersection([*rows]))
+    return frame_table(frame.rename_axis("flat: val loss; others: val loss less flat's"))
+
+
+def runs_table(by_text: dict[str, list[Arm]]) -> list[str]:
+    """What each model of each text was trained with, and the loss of every seed; best first in its text."""
+    rows = {}
+    for text, arms in by_text.items():
+        for arm in sorted(arms, key=mean_loss):
+            run = arm.runs[0]
+            losses = arm.losses()
+            unique = unique_tokens(run) / parameters(arm)
+            row = {"val loss": plus_minus(losses)}
+            row["weight decay"] = arm.group.rpartition(" ")[2]
+            row["unique tokens a parameter"] = f"{unique:.2g}"
+            row["tokens a parameter"] = f"{unique * epochs(run):.3g}"
+            row["epochs"] = f"{epochs(run):.2g}"
+            row["training FLOPs"] = f"{run.flops:.3g}"
+            row |= losses.map("{:.4f}".format).add_prefix("seed ")
+            rows[f"{text} text, {arm.label}"] = row
+    return frame_table(pd.DataFrame(rows).T.rename_axis("trained"))
 
 
 def unique_tokens(run: Run) -> int:
@@ -267,15 +284,6 @@ def sweep_table(text: str) -> list[str]:
     return frame_table(frame.rename_axis(f"{text} text, seed {TUNING}: weight decay"))
 
 
-def seed_table(by_text: dict[str, list[Arm]]) -> list[str]:
-    rows = {}
-    for text, arms in by_text.items():
-        for arm in arms:
-            losses = arm.losses().map("{:.4f}".format)
-            rows[f"{text} text, {arm.label}"] = losses.add_prefix("seed ")
-    return ["## By seed", "", *frame_table(pd.DataFrame(rows).T.rename_axis("val loss"))]
-
-
 def write(command: str) -> None:
     by_text = {}
     for text in TEXTS:
@@ -286,11 +294,9 @@ def write(command: str) -> None:
         answer(by_text, "At equal parameters and training FLOPs", SAME_SIZE * smallest),
         answer(by_text, "At equal training FLOPs and any size tried", np.inf),
     ]
-    body = []
-    for text, arms in by_text.items():
-        body += table_of(text, arms)
-    body += [LIMITS, "", *origin(sum(by_text.values(), []), command)]
-    body += [*seed_table(by_text), "## The sweep", ""]
+    body = [*models_table(by_text), LIMITS, ""]
+    body += origin(sum(by_text.values(), []), command)
+    body += ["## The runs", "", *runs_table(by_text), "## The sweep", ""]
     for text in TEXTS:
         body += sweep_table(text)
     save_page(Path("results") / PAGE, "When looping pays", said, picture(by_text), body)

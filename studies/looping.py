@@ -177,6 +177,12 @@ def answer(by_text: dict[str, list[Arm]], question: str, most: float) -> str:
     return f"{question} looping {'; '.join(parts)}."
 
 
+def on_both(by_text: dict[str, list[Arm]]) -> dict[str, list[Arm]]:
+    """The models that were run on little text and on plenty."""
+    labels = {arm.label for arm in by_text["little"]} & {arm.label for arm in by_text["plenty"]}
+    return {text: [arm for arm in arms if arm.label in labels] for text, arms in by_text.items()}
+
+
 def models_table(by_text: dict[str, list[Arm]]) -> list[str]:
     """A row a model, a column a text: the loss of the flat twin; of the others less that, over the seeds both
     have.
@@ -294,12 +300,13 @@ def write(command: str) -> None:
         answer(by_text, "At equal parameters and training FLOPs", SAME_SIZE * smallest),
         answer(by_text, "At equal training FLOPs and any size tried", np.inf),
     ]
-    body = [*models_table(by_text), LIMITS, ""]
+    shown = on_both(by_text)
+    body = [*models_table(shown), LIMITS, ""]
     body += origin(sum(by_text.values(), []), command)
     body += ["## The runs", "", *runs_table(by_text), "## The sweep", ""]
     for text in TEXTS:
         body += sweep_table(text)
-    save_page(Path("results") / PAGE, "When looping pays", said, picture(by_text), body)
+    save_page(Path("results") / PAGE, "When looping pays", said, picture(shown), body)
 
 
 def main(argv=None):

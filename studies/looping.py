@@ -59,15 +59,17 @@ ARMS = pd.read_csv(
     Path(__file__).with_name("looping.csv"), index_col="label", keep_default_na=False
 )
 LIMITS = (
-    "The best looped and the best flat model are chosen by the seeds that answer, among those with four "
-    "seeds or more. Readings are the flat twin's. A loss is the mean of all seeds, a difference that of the "
-    "seeds both models have. The boundary operator with one loop needs no loop, so it is a flat model. On "
-    "little text every model ends worse at 1.3e13 FLOPs than at 6.5e12. Seven flat layers are best at an end of "
-    "each sweep, so they may gain from more tuning. With plenty of text eight sampled loops have the recipe's "
-    "weight decay; flat and two loops are both a little better below the sweep's lowest, at 0.1, see its table. "
-    "The boundary operator and late growth (arXiv 2609.19107) were run at this trainer's rates, not at those of "
-    "their authors. Not shown: other widths, other texts, larger budgets. At equal parameters and tokens, a "
-    "third question, looping wins: baseline-nano-stdlib.md."
+    "The table above and the picture have the models that were run on little text and on plenty; other models "
+    "stand under The runs, and arms of one seed under The sweep. The best looped and the best flat model are "
+    "chosen by the seeds that answer, among those with four seeds or more. Readings are the flat twin's. A loss "
+    "is the mean of all seeds, a difference that of the seeds both models have. The boundary operator with one "
+    "loop needs no loop, so it is a flat model. On little text every model ends worse at 1.3e13 FLOPs than at "
+    "6.5e12. Seven flat layers are best at an end of each sweep, so they may gain from more tuning. With plenty "
+    "of text eight sampled loops and the models of seven layers have the recipe's weight decay, untuned; flat "
+    "and two loops are both a little better below the sweep's lowest, at 0.1, see its table. The boundary "
+    "operator and late growth (arXiv 2609.19107) were run at this trainer's rates, not at those of their "
+    "authors. Not shown: more than seven layers, other widths, other texts, larger budgets. At equal parameters "
+    "and tokens, a third question, looping wins: baseline-nano-stdlib.md."
 )
 SAME_SIZE = 1.01  # at most so many times the smallest model's parameters
 

@@ -197,10 +197,8 @@ def models_table(by_text: dict[str, list[Arm]]) -> list[str]:
         times = epochs(flat.runs[0])
         column = f"{TEXTS[text].words}, read {times:.0f} times, {budget(flat):.2g} FLOPs"
         for arm in arms:
-            shown = plus_minus(flat.losses())
             gaps = paired(arm.losses(), flat.losses())
-            if arm is not flat:
-                shown = plus_minus(gaps, "+.4f")
+            shown = plus_minus(gaps, "+.4f") if arm is not flat else plus_minus(flat.losses())
             row = rows.setdefault(arm.label, {"parameters": f"{parameters(arm):,}"})
             row[column] = f"{shown} ({len(gaps)} seeds)"
     frame = pd.DataFrame(rows).T.reindex(ARMS.index.intersection([*rows]))
@@ -248,7 +246,8 @@ def picture(by_text: dict[str, list[Arm]]) -> list[str]:
     right = panel(some, labels, xlabel, budget)
     caption = (
         "Validation loss of each model less that of the flat twin at equal training FLOPs; below 0 is "
-        "better than flat; bars: 95 % interval over seeds, paired. Left: flat reads little text 10 times, plenty 4."
+        "better than flat; bars: 95 % interval over seeds, paired. Left: flat reads little text 10 times, "
+        "plenty 4."
     )
     return figure(Path(f"results/{PAGE}.png"), caption, labels, [left, right])
 

@@ -43,8 +43,8 @@ class Text:
     words: str
 
 
-LITTLE = "little text, 1 unique token a parameter"
-PLENTY = "plenty of text, 10 unique tokens a parameter"
+LITTLE = "little code, 1 unique token a parameter"
+PLENTY = "plenty of code, 10 unique tokens a parameter"
 TEXTS = {
     "little-short": Text("--flops 2e12 --rows 1346", ("0.2", "0.5", "1"), LITTLE),
     "little": Text("--flops 6.5e12 --rows 1346", ("1", "2", "4", "8"), LITTLE),
@@ -64,14 +64,15 @@ LIMITS = (
     "chosen by the seeds that answer, among those with four seeds or more. Readings are the flat twin's. A loss "
     "is the mean of all seeds (plenty, flat and eight loops: seeds 0 to 3 are bfloat16 on another processor), a "
     "difference that of the seeds both models have. The boundary operator with one loop needs no loop, so it is "
-    "a flat model. On little text all three models end worse at 1.3e13 FLOPs than at 6.5e12, so that flat read "
-    "10 times beats two loops at 1.3e13. Seven flat layers on little text, and all models at 2e12 FLOPs, are "
-    "best at an end of their sweeps, so they may gain from more tuning. With plenty of text eight sampled loops "
-    "and the models of seven layers have the recipe's weight decay, untuned; flat and two loops are both a "
-    "little better below the sweep's lowest, at 0.1, see its table. The boundary operator and late growth "
-    "(arXiv 2609.19107) were run at this trainer's rates, not at those of their authors. Not shown: more than "
-    "seven layers, other widths, other texts, larger budgets. At equal parameters and tokens, a third question, "
-    "looping wins: baseline-nano-stdlib.md."
+    "a flat model. On little text flat, two loops and seven layers end worse at 1.3e13 FLOPs than at 6.5e12, so "
+    "that flat read 10 times beats two loops at 1.3e13. Seven flat layers on little text, and all models at 2e12 "
+    "FLOPs, are best at an end of their sweeps, so they may gain from more tuning. With plenty of text only flat, "
+    "two loops and the flat boundary operator are tuned; the first two are a little better below the sweep's "
+    "lowest, at 0.1, see its table. The boundary operator and late growth (arXiv 2609.19107) were run at this trainer's "
+    "rates, not at those of their authors. On little prose read ten times, at weight decays tuned on code, "
+    "neither two loops nor seven layers are shown to differ from flat: looping-prose-nano.md; with plenty of "
+    "prose eight loops lose: baseline-nano.md. Not shown: more than seven layers, other widths, larger budgets. "
+    "At equal parameters and tokens, a third question, looping wins: baseline-nano-stdlib.md."
 )
 SAME_SIZE = 1.01  # at most so many times the smallest model's parameters
 

@@ -66,17 +66,17 @@ LIMITS = (
     "another processor, with 2 % more FLOPs), a difference that of the seeds both models have. The boundary "
     "operator with one loop needs no loop, so it is a flat model. On little text flat, two loops and seven "
     "layers end worse at 1.3e13 FLOPs than at 6.5e12, so that flat read 10 times beats two loops at 1.3e13. "
-    "Some models are best at an end of their sweeps, seven flat layers on little text and all models at 2e12"
-    " FLOPs among them, so they may gain from more tuning; weight decay is chosen by one seed. With plenty "
-    "of text only flat, two loops and the flat boundary operator are tuned; the first two are a little "
-    "better still at 0.1, outside the sweep. Learning rates are nano's: at the seed of the sweep 0.7 times "
-    "these suit flat and deeper models better, and 1.4 times two loops, but at other seeds flat, seven flat "
-    "layers and two loops are not better so. The rates of the authors of the boundary operator and late "
+    "Some models are best at an end of their sweeps, seven flat layers on little text and all models at "
+    "2e12 FLOPs among them, so they may gain from more tuning. With plenty of text only flat, two loops and "
+    "the flat boundary operator are tuned; the first two are a little better still at 0.1, outside the "
+    "sweep. All models above have nano's learning rates. At the sweep's seed 0.7 times these rates are "
+    "better for flat and the deeper models tried, 1.4 times for two loops; at four other seeds they are not, for "
+    "flat, seven flat layers and two loops. The rates of the authors of the boundary operator and late "
     "growth (arXiv 2609.19107) were not tried. On little prose read ten times, at weight decays tuned on "
-    "code, neither two loops nor seven layers are shown to differ from flat (looping-prose-nano.md); other "
-    "decays gain flat and two loops 0.002, but seven layers 0.014 at two seeds "
-    "(looping-prose-decay-nano.md); with plenty of prose eight loops lose: baseline-nano.md. Not shown: more"
-    " than seven layers, other widths, larger budgets. At equal parameters and tokens, a third question, "
+    "code, neither two loops nor seven layers are shown to differ from flat (looping-prose-nano.md); at "
+    "other weight decays flat and two loops gain 0.002, seven layers 0.014 (two seeds, "
+    "looping-prose-decay-nano.md); with plenty of prose eight loops lose: baseline-nano.md. Not shown: more "
+    "than seven layers, other widths, larger budgets. At equal parameters and tokens, a third question, "
     "looping wins: baseline-nano-stdlib.md."
 )
 SAME_SIZE = 1.01  # at most so many times the smallest model's parameters
@@ -146,7 +146,7 @@ def train_text(text: str, labels: list[str], args) -> None:
 
 
 def best_of(arms: list[Arm], flat: bool, size: float = np.inf) -> Arm:
-    """The best beside the flat twin, over the seeds both have, among flat or looped models of at most so many
+    """The flat or looped model that is lowest beside the flat twin, over the seeds both have; of at most so many
     parameters, and of enough seeds.
     """
     twin = twin_of(arms)

@@ -89,7 +89,7 @@ def test_pages_are_computed_from_the_ledgers_lines():
 
 
 def test_when_looping_pays_is_answered_by_other_seeds_than_tune(tmp_path, monkeypatch):
-    """The first difference on the page, from the JSON lines by hand."""
+    """The answer at equal parameters on little text, from the JSON lines by hand."""
     monkeypatch.setattr(ledger, "LEDGER", ROOT / "results/ledger")
     monkeypatch.chdir(tmp_path)
     ledger.lines.cache_clear()

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 # the curves of a figure; line styles and markers tell them apart in black and white
-COLORS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7f7f7f", "#8c510a"]
-MARKERS = list("os^Dvx*")
-STYLE = {"color": COLORS * 4, "marker": MARKERS * 4, "linestyle": ["-", "--", "-.", ":"] * 7}
+COLORS = ["k", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "0.5", "#8c510a", "#56b4e9", "gold"]
+MARKERS = list("os^Dvx*P<")
+STYLE = {"color": COLORS * 4, "marker": MARKERS * 4, "linestyle": ["-", "--", "-.", ":"] * 9}
 
 
 def fmt(value, spec: str = ".4f") -> str:

@@ -71,9 +71,10 @@ LIMITS = """\
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
   loops: Muon's some three times nano's, Adam's less than half. On little text read twenty times it
   helps all three models tried; read ten times it helps flat, with or without the norm, and hurts
-  two loops and seven layers; read three times, or with plenty of text, it hurts what was tried. In it, at the sweep's seed, the
-  boundary operator with one loop or two, and with growth from two loops to four, is worse than
-  flat, on little text read ten times and on plenty.
+  two loops and seven layers; read three times, or with plenty of text, it hurts what was tried. At
+  the sweep's seed flat is better in it than the boundary operator with two loops, and with growth
+  from two to four, on little text read ten times and on plenty; on little text also than the
+  operator with one loop.
 - **Overfitting.** At nano's rates flat, two loops and seven layers end worse at 1.3e13 FLOPs than
   at 6.5e12; in the recipe flat does, two loops do not. So beside flat read ten times, at half the
   FLOPs, two loops at 1.3e13 are not shown to be better: the interval of the pairs includes 0.

@@ -14,7 +14,7 @@ from looped.run import newest_checkpoint
 from tools import ablate, runner
 from tools.arms import Arm, Run, compare, identity
 
-FLAGS = "--seq-len 32 --vocab-size 300 --d-model 16 --d-mlp 16 --eval-tokens 2e3 --tokens 1e4"
+FLAGS = "--seq-len 32 --vocab-size 300 --d-model 16 --d-mlp 16 --eval-tokens 2e3 --tokens 1e4 --dtype float32"
 BRANCH = "euler_gain"  # called like the function that is edited
 
 

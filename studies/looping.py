@@ -82,7 +82,7 @@ LIMITS = """\
   among them seven flat layers on little text, two loops in the recipe read ten times, all models at
   2e12 FLOPs, and all with plenty of text, at 0.2 (flat and two loops, also trained at 0.1, are a
   little better there). With plenty of text only flat and two loops were trained at 1. Seven layers
-  in the recipe were trained at one decay. Models 96 wide too, at 0.2.
+  in the recipe were trained at one decay.
 - **Rates.** Outside the recipe all models of the table have nano's. At the sweep's seed 0.7 times
   these are better for flat and the deeper models tried, 1.4 times for two loops; at four other
   seeds they are not, for flat, seven flat layers and two loops.

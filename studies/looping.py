@@ -207,8 +207,8 @@ def answer(by_text: dict[str, list[Arm]], question: str, most: float) -> str:
 
 
 def on_several(by_text: dict[str, list[Arm]]) -> dict[str, list[Arm]]:
-    """The models that were run on more than one of the texts and budgets."""
-    labels = [arm.label for arm in sum(by_text.values(), [])]
+    """The models that have enough seeds on more than one of the texts and budgets."""
+    labels = [arm.label for arm in sum(by_text.values(), []) if len(arm.losses()) >= SEEDS]
     shown = {}
     for text, arms in by_text.items():
         shown[text] = [arm for arm in arms if labels.count(arm.label) > 1]

@@ -67,40 +67,43 @@ LIMITS = """\
   boundary operator with one loop needs no loop, so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. In the recipe at 1.3e13 FLOPs, 64 and 128 wide, seeds 4 to 7 were
-  added after 0 to 3, whose intervals did not exclude 0.
-- **Width.** The smaller the model is for its budget, the more two loops give. At the sweep's seed,
-  each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12 FLOPs and nano's
-  rates; 96 and 128 wide they lose. At 1.3e13, in the recipe, they win by less the wider the models
-  are, and lose 160 wide. With plenty of text, at nano's rates, they lose at each width, by more the
-  wider. From 6.5e12 on the best flat model is wider than 64: 96 wide at 6.5e12, 128 wide at 1.3e13;
-  with plenty of text 96 and 128 wide are alike.
+  added after 0 to 3, which did not settle it.
+- **Width.** On little text, the smaller the model is for its budget, the more two loops give. At
+  the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
+  FLOPs and nano's rates; 96 and 128 wide they lose. At 1.3e13, in the recipe, they win by less the
+  wider the models are, and lose 160 wide. With plenty of text, at nano's rates, they lose at each
+  width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96 wide at 6.5e12,
+  128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter); with plenty of text
+  96 and 128 wide are alike. At 2e12 no wider model was trained.
 - **The recipe of 2609.19107** (arXiv), whose authors propose the boundary operator and late growth,
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
   loops: Muon's some three times nano's, Adam's less than half. On little text at 1.3e13 FLOPs all
-  models tried are better with it. At 6.5e12 flat is not shown to be, and two loops are worse. At
-  the sweep's seed the rates give flat, 64 wide, most of its gain there, without the norm; at 2e12,
-  or with plenty of text, flat is worse with the recipe. In the recipe, at that seed, flat beats the
-  boundary operator with two loops and with growth from two to four (6.5e12, plenty), and with one
-  loop (6.5e12).
-- **Overfitting.** At nano's rates flat, two loops and seven layers end worse at 1.3e13 FLOPs than
-  at 6.5e12; in the recipe flat 64 wide does, two loops do not.
+  models trained both ways are better with it. At 6.5e12 flat is not shown to be, and two loops are
+  worse. At the sweep's seed the rates give flat, 64 wide, most of its gain at 6.5e12, without the
+  norm; at 2e12, or with plenty of text, flat is worse with the recipe. In the recipe, at that seed,
+  flat beats the boundary operator with two loops and with growth from two to four (6.5e12, plenty),
+  and with one loop (6.5e12).
+- **Overfitting.** At nano's rates and width flat, two loops and seven layers end worse at 1.3e13
+  FLOPs than at 6.5e12; in the recipe flat 64 wide does, two loops do not.
 - **Weight decay.** Several models are best at an end of their sweeps and may gain from more tuning:
-  among them seven flat layers on little text, two loops in the recipe (but 64 wide at 1.3e13
-  FLOPs), flat 96 wide in it at 6.5e12, all models at 2e12, and all with plenty of text, at 0.2
-  (flat and two loops, also trained at 0.1, are a little better there). With plenty of text only
-  flat and two loops were trained at 1; 128 wide and in the recipe at 0.2 alone. On little text 160
-  wide, and 128 wide at 6.5e12, were trained at one decay.
-- **Rates.** Outside the recipe all models of the table have nano's. At the sweep's seed 0.7 times
-  these are better for flat and the deeper models tried, 1.4 times for two loops; at four other
-  seeds they are not, for flat, seven flat layers and two loops. For the wider models nano's rates
-  and the recipe's were tried.
+  among them seven flat layers on little text at nano's rates, two loops in the recipe (but 64 wide
+  at 1.3e13 FLOPs), flat 96 wide in it at 6.5e12, all models at 2e12, and all with plenty of text,
+  at 0.2 (flat and two loops, also trained at 0.1, are a little better there). With plenty of text
+  only flat and two loops were trained at 1; models 128 wide or in the recipe were trained at 0.2
+  alone. On little text models 160 wide, 128 wide at 6.5e12, and 96 wide at nano's rates at 1.3e13
+  were trained at one decay.
+- **Rates.** Outside the recipe all models of the table have nano's. On little text at 6.5e12 FLOPs,
+  at the sweep's seed, 0.7 times these are better for flat and the deeper models tried, 1.4 times
+  for two loops; at four other seeds they are not, for flat, seven flat layers and two loops. Wider
+  models have nano's rates, the recipe's, or both.
 - **Prose.** On little prose read ten times, at weight decays tuned on code, neither two loops nor
   seven layers are shown to differ from flat (looping-prose-nano.md); at other weight decays flat
   and two loops gain 0.002, seven layers 0.014 (two seeds, looping-prose-decay-nano.md). With plenty
   of prose eight loops lose (baseline-nano.md), and at five budgets up to 2.4e14 FLOPs no mean
   number of loops from two to eight beats one (one seed, isoflop-nano.md).
 - **Not shown:** more than seven layers, width and depth together, larger budgets on code, GPUs.
-- At equal parameters and tokens, a third question, looping wins: baseline-nano-stdlib.md.
+- At equal parameters and tokens, a third question, looping wins: baseline-nano-stdlib.md (eight
+  loops, plenty of code).
 """
 SAME_SIZE = 1.01  # at most so many times the smallest model's parameters
 

@@ -74,7 +74,7 @@ LIMITS = """\
   wider the models are, and lose 160 wide. With plenty of text, at nano's rates, they lose at each
   width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96 wide at 6.5e12,
   128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter); with plenty of text
-  96 and 128 wide are alike. At 2e12 no wider model was trained.
+  flat models 96 and 128 wide are alike. At 2e12 no wider model was trained.
 - **The recipe of 2609.19107** (arXiv), whose authors propose the boundary operator and late growth,
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
   loops: Muon's some three times nano's, Adam's less than half. On little text at 1.3e13 FLOPs all
@@ -85,17 +85,13 @@ LIMITS = """\
   and with one loop (6.5e12).
 - **Overfitting.** At nano's rates and width flat, two loops and seven layers end worse at 1.3e13
   FLOPs than at 6.5e12; in the recipe flat 64 wide does, two loops do not.
-- **Weight decay.** Several models are best at an end of their sweeps and may gain from more tuning:
-  among them seven flat layers on little text at nano's rates, two loops in the recipe (but 64 wide
-  at 1.3e13 FLOPs), flat 96 wide in it at 6.5e12, all models at 2e12, and all with plenty of text,
-  at 0.2 (flat and two loops, also trained at 0.1, are a little better there). With plenty of text
-  only flat and two loops were trained at 1; models 128 wide or in the recipe were trained at 0.2
-  alone. On little text models 160 wide, 128 wide at 6.5e12, and 96 wide at nano's rates at 1.3e13
-  were trained at one decay.
+- **Weight decay.** Many models are best at an end of their sweeps and may gain from more tuning:
+  among them seven flat layers on little text at nano's rates, two loops in the recipe except 64
+  wide at 1.3e13 FLOPs, all models at 2e12, and all with plenty of text, at 0.2 (flat and two loops
+  are a little better there at 0.1). Some were trained at one decay only: see The sweep.
 - **Rates.** Outside the recipe all models of the table have nano's. On little text at 6.5e12 FLOPs,
   at the sweep's seed, 0.7 times these are better for flat and the deeper models tried, 1.4 times
-  for two loops; at four other seeds they are not, for flat, seven flat layers and two loops. Wider
-  models have nano's rates, the recipe's, or both.
+  for two loops; at four other seeds they are not, for flat, seven flat layers and two loops.
 - **Prose.** On little prose read ten times, at weight decays tuned on code, neither two loops nor
   seven layers are shown to differ from flat (looping-prose-nano.md); at other weight decays flat
   and two loops gain 0.002, seven layers 0.014 (two seeds, looping-prose-decay-nano.md). With plenty

@@ -75,6 +75,10 @@ LIMITS = """\
   width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96 wide at 6.5e12,
   128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter); with plenty of text
   flat models 96 and 128 wide are alike. At 2e12 no wider model was trained.
+- **Every other way to loop.** With plenty of text, at the sweep's seed, nano's rates and a weight
+  decay of 0.2, each looped model of flat's width and size is worse than flat: two loops by 0.002,
+  two sampled by 0.003, late growth by 0.007, the others by more. So is each looped model of five or
+  seven layers beside the flat one of as many.
 - **The recipe of 2609.19107** (arXiv), whose authors propose the boundary operator and late growth,
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
   loops: Muon's some three times nano's, Adam's less than half. On little text at 1.3e13 FLOPs all

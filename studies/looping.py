@@ -61,39 +61,38 @@ ARMS = pd.read_csv(
 LIMITS = """\
 - **Shown.** The table and the picture have the models with four seeds or more on more than one text
   or budget; the others stand under The runs, arms of one seed under The sweep. Readings and tokens
-  a parameter in its head are the flat twin's, 64 wide; larger models read the same text fewer
+  a parameter in its head are the flat twin's, 64 wide; larger models read the same code fewer
   times. A loss is the mean of all seeds (plenty, flat and eight loops: seeds 0 to 3 are bfloat16 on
   another processor, with 2 % more FLOPs), a difference that of the seeds both models have. The
   boundary operator with one loop needs no loop, so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. In the recipe at 1.3e13 FLOPs, 64 and 128 wide, seeds 4 to 7 were
   added after 0 to 3, which did not settle it.
-- **Width.** On little text, the smaller the model is for its budget, the more two loops give. At
+- **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose. At 1.3e13, in the recipe, they win by less the
-  wider the models are, and lose 160 wide. With plenty of text, at nano's rates, they lose at each
+  wider the models are, and lose 160 wide. With plenty of code, at nano's rates, they lose at each
   width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96 wide at 6.5e12,
-  128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter); with plenty of text
+  128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter); with plenty of code
   flat models 96 and 128 wide are alike. At 2e12 no wider model was trained.
-- **Every other way to loop.** With plenty of text, at the sweep's seed, nano's rates and a weight
-  decay of 0.2, each looped model of flat's width and size is worse than flat: two loops by 0.002,
-  two sampled by 0.003, late growth by 0.007, the others by more. So is each looped model of five or
-  seven layers beside the flat one of as many.
+- **Other loops.** With plenty of code, at the sweep's seed, nano's rates and a weight decay of 0.2,
+  every looped model 64 wide is worse than the flat one of as many layers: two loops by 0.002, two
+  sampled by 0.003, the rest by 0.007 or more.
 - **The recipe of 2609.19107** (arXiv), whose authors propose the boundary operator and late growth,
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
-  loops: Muon's some three times nano's, Adam's less than half. On little text at 1.3e13 FLOPs all
+  loops: Muon's some three times nano's, Adam's less than half. On little code at 1.3e13 FLOPs all
   models trained both ways are better with it. At 6.5e12 flat is not shown to be, and two loops are
   worse. At the sweep's seed the rates give flat, 64 wide, most of its gain at 6.5e12, without the
-  norm; at 2e12, or with plenty of text, flat is worse with the recipe. In the recipe, at that seed,
+  norm; at 2e12, or with plenty of code, flat is worse with the recipe. In the recipe, at that seed,
   flat beats the boundary operator with two loops and with growth from two to four (6.5e12, plenty),
   and with one loop (6.5e12).
 - **Overfitting.** At nano's rates and width flat, two loops and seven layers end worse at 1.3e13
   FLOPs than at 6.5e12; in the recipe flat 64 wide does, two loops do not.
 - **Weight decay.** Many models are best at an end of their sweeps and may gain from more tuning:
-  among them seven flat layers on little text at nano's rates, two loops in the recipe except 64
-  wide at 1.3e13 FLOPs, all models at 2e12, and all with plenty of text, at 0.2 (flat and two loops
+  among them seven flat layers on little code at nano's rates, two loops in the recipe except 64
+  wide at 1.3e13 FLOPs, all models at 2e12, and all with plenty of code, at 0.2 (flat and two loops
   are a little better there at 0.1). Some were trained at one decay only: see The sweep.
-- **Rates.** Outside the recipe all models of the table have nano's. On little text at 6.5e12 FLOPs,
+- **Rates.** Outside the recipe all models of the table have nano's. On little code at 6.5e12 FLOPs,
   at the sweep's seed, 0.7 times these are better for flat and the deeper models tried, 1.4 times
   for two loops; at four other seeds they are not, for flat, seven flat layers and two loops.
 - **Prose.** On little prose read ten times, at weight decays tuned on code, neither two loops nor

@@ -70,19 +70,19 @@ def fill(page: str, arms: list[Arm]) -> list[str]:
     """Gives the arms of a page their runs, by seed; of two lines for one seed the later counts -> what the
     page says of lines that it leaves out.
 
-    A page shows losses of one yardstick: the one that most of its lines were measured with.
+    They show losses of one yardstick: the one that most of their lines were measured with.
     """
-    by_arm = {}
+    by_arm = {(arm.group, arm.label): {} for arm in arms}
     for line in lines():
         for place in line["pages"]:
-            if place["page"] == page:
-                runs = by_arm.setdefault((place["group"], place["label"]), {})
-                runs[line["seed"]] = run_of(line)
+            key = (place["group"], place["label"])
+            if place["page"] == page and key in by_arm:
+                by_arm[key][line["seed"]] = run_of(line)
     runs = [run for seeds in by_arm.values() for run in seeds.values()]
     yardsticks = [json.dumps(run.yardstick, sort_keys=True) for run in runs]
     usual = max(yardsticks, key=yardsticks.count, default="")
     for arm in arms:
-        mine = by_arm.get((arm.group, arm.label), {})
+        mine = by_arm[arm.group, arm.label]
         for seed in sorted(mine):
             if json.dumps(mine[seed].yardstick, sort_keys=True) == usual:
                 arm.runs.append(mine[seed])

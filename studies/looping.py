@@ -70,8 +70,7 @@ LIMITS = """\
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. In the recipe at 1.3e13 FLOPs, 64 and 128 wide, and with plenty of
   prose, seeds 4 to 7 were added after 0 to 3, which did not settle it; with prose, 4 to 7 alone
-  show it too. The second sentence has the texts that larger models were trained on at several
-  seeds.
+  show it too. The second sentence leaves out prose, whose larger models have one seed.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose. At 1.3e13, in the recipe, they win by less the
@@ -260,7 +259,7 @@ def runs_table(by_text: dict[str, list[Arm]]) -> list[str]:
             unique = unique_tokens(run) / parameters(arm)
             row = {"val loss": plus_minus(losses)}
             row["weight decay"] = arm.group.rpartition(" ")[2]
-            row["unique tokens a parameter"] = f"{unique:.2g}"
+            row["unique tokens a parameter"] = f"{unique:.3g}"
             row["tokens a parameter"] = f"{unique * epochs(run):.3g}"
             row["epochs"] = f"{epochs(run):.2g}"
             row["training FLOPs"] = f"{run.flops:.3g}"

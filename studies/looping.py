@@ -71,8 +71,7 @@ LIMITS = """\
   have. The boundary operator with one loop needs no loop, so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. In the recipe at 1.3e13 FLOPs, 64 and 128 wide, seeds 4 to 7 were
-  added after 0 to 3, which did not settle it. The second sentence leaves out prose, whose larger
-  models have one seed.
+  added after 0 to 3, which did not settle it.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose. At 1.3e13, in the recipe, they win by less the
@@ -106,10 +105,10 @@ LIMITS = """\
   and two loops gain 0.002, seven layers 0.014 (two seeds, looping-prose-decay-nano.md). With plenty
   of prose two loops beat flat at the sweep's seed, by 0.011 to 0.013 at each weight decay; of the
   eight seeds that answer six agree, two do not. At 0.2, where both models are worse, the same eight
-  do show two loops better, by about as much (losses in ledger/ca5d07a5a3.jsonl). 96 wide, at the
-  sweep's seed and 0.1, both are better by 0.11 and two loops beat flat by 0.003. Eight loops,
-  sampled, lose (baseline-nano.md), and at five budgets up to 2.4e14 FLOPs no sampled mean of two to
-  eight loops beats one (one seed, isoflop-nano.md).
+  do show two loops better, by about as much (losses in ledger/ca5d07a5a3.jsonl). 96 wide, where
+  0.1 alone was tried, two loops beat flat at the sweep's seed and at two of the four that answer,
+  by 0.003 at most. Eight loops, sampled, lose (baseline-nano.md), and at five budgets up to 2.4e14
+  FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
 - **Not shown:** more than seven layers, width and depth together, larger budgets on code, GPUs; and
   whether text or training makes plenty of prose differ from plenty of code: it has three times the
   FLOPs.

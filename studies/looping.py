@@ -98,7 +98,7 @@ LIMITS = """\
   wide at 1.3e13 FLOPs and all models at 2e12. With plenty of code, where the seeds that answer have
   0.2, flat and two loops gain 0.002 or less at 0.1, seven layers 0.007; flat and two loops 96 wide
   are best at 0.2. Late growth from one to two gains 0.008 at 0.1 and is then the best looped model
-  64 wide; it has one seed. On little code and plenty of prose some models were trained at one decay
+  of nano's size; it has one seed. On little code and plenty of prose some models were trained at one decay
   only: see The sweep.
 - **Rates.** Outside the recipe all models of the table have nano's. On little code at 6.5e12 FLOPs,
   at the sweep's seed, 0.7 times these are better for flat and the deeper models tried, 1.4 times

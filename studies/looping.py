@@ -98,7 +98,7 @@ LIMITS = """\
   are better at 0.1 at the sweep's seed, by 0.002 or less. At seeds 4 to 7 flat is better at 0.2, by
   0.004, where two loops do lose to it, by 0.0044 ± 0.0043 (losses in ledger/62895bb6fe.jsonl). With
   plenty of prose 96 wide models are a little better at 0.05 at the sweep's seed; the seeds that
-  answer have 0.1. On little code some models were trained at one decay only: see The sweep.
+  answer have 0.1. On little code some models were trained at one or two decays only: see The sweep.
 - **Rates.** Outside the recipe all models of the table have nano's. On little code at 6.5e12 FLOPs,
   at the sweep's seed, 0.7 times these are better for flat and the deeper models tried, 1.4 times
   for two loops; at four other seeds they are not, for flat, seven flat layers and two loops.

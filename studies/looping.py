@@ -81,8 +81,8 @@ LIMITS = """\
   wide at 6.5e12, 128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter) and
   with plenty of code. At 2e12 no wider model was trained.
 - **Width and depth.** Five layers 96 wide, flat or with the middle one looped twice, are no better
-  than three layers of the best width. At the sweep's seed looping loses between them with plenty of
-  code, by 0.029, and wins on little code at 1.3e13 FLOPs, in the recipe, by 0.021.
+  than three layers of the best width. Of the two, at the sweep's seed, the looped one is worse by
+  0.029 with plenty of code, and better by 0.021 on little code at 1.3e13 FLOPs, in the recipe.
 - **Other loops.** With plenty of code, at the sweep's seed, nano's rates and the better weight decay
   of 0.1 and 0.2, every looped model 64 wide is worse than the flat one of as many layers: late
   growth from one to two by less than 0.001, two loops by 0.002, two sampled by 0.005, the rest by
@@ -116,8 +116,8 @@ LIMITS = """\
   beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at one of the four that
   answer, by 0.001. Eight loops, sampled, lose (baseline-nano.md), and at five budgets up to 2.4e14
   FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
-- **Not shown:** more than seven layers, with plenty of code wider than 128, with prose wider than
-  96 or width and depth together, larger budgets on code, GPUs; and whether text or training makes
+- **Not shown:** more than seven layers; models wider than 128 with plenty of code, wider than 96 or
+  deeper with plenty of prose; larger budgets on code; GPUs; and whether text or training makes
   plenty of prose differ from plenty of code: it has three times the FLOPs.
 - At equal parameters and tokens, a third question, looping wins: baseline-nano-stdlib.md (eight
   loops, plenty of code).

@@ -109,7 +109,8 @@ LIMITS = """\
   seven flat layers; 0.7 times is for 128 wide, flat by 0.005, two loops by 0.001; flat, at four
   other seeds, is not. On little code at 6.5e12 FLOPs, at the sweep's seed, 0.7 times are better for
   flat, the deeper models tried and 96 wide, most with two loops, by 0.018; 1.4 times for two loops
-  64 wide; at four other seeds they are not, for flat, seven flat layers and two loops 64 wide.
+  64 wide; at four other seeds they are not, for seven flat layers, and for flat and two loops, 64
+  and 96 wide.
 - **Prose.** On little prose read ten times, at weight decays tuned on code, neither two loops nor
   seven layers are shown to differ from flat (looping-prose-nano.md); at other weight decays flat
   and two loops gain 0.002, seven layers 0.014 (two seeds, looping-prose-decay-nano.md). With plenty

@@ -80,18 +80,17 @@ LIMITS = """\
   wider the models are, and lose 160 wide. With plenty of code, at nano's rates and that seed, they
   lose at each width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96
   wide at 6.5e12, 128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter) and
-  with plenty of code. At 2e12 flat and two loops 96 wide are worse than 64 wide by 0.25, at that
-  seed.
+  with plenty of code. At 2e12, at that seed, both are worse 96 wide than 64 wide, by 0.25.
 - **Width and depth.** Five layers 96 wide, flat or with the middle one looped twice, are no better
   than three layers of the best width. Of the two, at the sweep's seed, the looped one is worse by
   0.031 with plenty of code, and better by 0.021 on little code at 1.3e13 FLOPs, in the recipe.
 - **Other loops.** With plenty of code, at the sweep's seed, nano's rates and the best weight decay
   tried, late growth from one to two loops is better than flat by 0.002; over the eight that answer
   it is worse. Every other looped model 64 wide is worse than the flat one of as many layers: two
-  loops by 0.002, two sampled by 0.005, the rest by 0.008 or more. Growth from two to four loops and
-  the boundary operator, with one loop or two, are worse than flat at each of four other seeds. At
-  2e12 FLOPs on little code the operator makes flat better, over eight seeds, and two loops, over
-  four; at the sweep's seed neither.
+  loops by 0.002, two sampled by 0.005, the rest by 0.008 or more. At each of four other seeds
+  growth from two to four loops is worse than flat, and so is the boundary operator, with one loop
+  or two. On little code at 2e12 FLOPs the operator helps flat (eight seeds) and two loops (four),
+  though neither at the sweep's seed.
 - **The recipe of 2609.19107** (arXiv), whose authors propose the boundary operator and late growth,
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
   loops: Muon's some three times nano's, Adam's less than half. On little code at 1.3e13 FLOPs all
@@ -99,8 +98,8 @@ LIMITS = """\
   worse. At the sweep's seed the rates give flat, 64 wide, most of its gain at 6.5e12, without the
   norm; at 2e12, or with plenty of code, flat is worse with the recipe. In the recipe, at that seed,
   flat beats the boundary operator with two loops and with growth from two to four (6.5e12, plenty),
-  and with one loop (6.5e12). With plenty of code it does so at each of four other seeds, and beats
-  two loops without the operator too.
+  and with one loop (6.5e12). With plenty of code, in the recipe, flat is also better at each of
+  four other seeds than two loops, with the operator or without, and than that growth.
 - **Overfitting.** At nano's rates and width flat, two loops and seven layers end worse at 1.3e13
   FLOPs than at 6.5e12; in the recipe flat 64 wide does, two loops do not.
 - **Weight decay.** Many models are best at an end of their sweeps and may gain from more tuning:

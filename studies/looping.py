@@ -80,7 +80,8 @@ LIMITS = """\
   wider the models are, and lose 160 wide. With plenty of code, at nano's rates and that seed, they
   lose at each width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96
   wide at 6.5e12, 128 wide at 1.3e13 (read 5 to 7 times, 1.9 to 2.4 trained tokens a parameter) and
-  with plenty of code. At 2e12, at that seed, both are worse 96 wide than 64 wide, by 0.25.
+  with plenty of code. At 2e12, at that seed, flat and two loops are each worse 96 wide than 64
+  wide, by 0.25.
 - **Width and depth.** Five layers 96 wide, flat or with the middle one looped twice, are no better
   than three layers of the best width. Of the two, at the sweep's seed, the looped one is worse by
   0.031 with plenty of code, and better by 0.021 on little code at 1.3e13 FLOPs, in the recipe.

@@ -74,7 +74,7 @@ LIMITS = """\
   those with four seeds or more. Where the first four seeds did not settle it, four were added: 4 to
   7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 0 to 3 with plenty of code, flat, two loops and
   late growth. There two loops sampled are chosen by seeds 4 to 7 alone; over those four late growth
-  is behind flat by less, 0.0026.
+  is nearer to flat (see The runs).
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose. At 1.3e13, in the recipe, they win by less the

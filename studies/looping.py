@@ -73,7 +73,7 @@ LIMITS = """\
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. Where the first four seeds did not settle it, four were added: 4 to
   7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 0 to 3 with plenty of code, flat, two loops, two
-  sampled and late growth. There the first of three layers looped is chosen by seeds 4 to 7 alone.
+  sampled, late growth and the first of three layers looped.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose. At 1.3e13, in the recipe, they win by less the
@@ -89,11 +89,11 @@ LIMITS = """\
   tried, late growth from one to two loops is better than flat by 0.002; over the eight that answer
   it is worse. At that seed every other looped model 64 wide is worse than the flat one of as many
   layers: two loops by 0.002, two sampled by 0.005, the rest by 0.008 or more. Over four or eight
-  other seeds each is worse on average: at every seed, except two loops, two sampled and late growth
-  (at seven of eight) and the first or the last of three layers looped instead of the middle one (at
-  three of four). The boundary operator, with one loop, two or four, is worse than flat at each of
-  four. On little code at 2e12 FLOPs the operator helps flat (eight seeds) and two loops (four),
-  though neither at the sweep's seed.
+  other seeds each is worse on average: at every seed, except two loops, two sampled, late growth
+  and the first of three layers looped instead of the middle one (at seven of eight), and the last
+  layer looped (at three of four). The boundary operator, with one loop, two or four, is worse than
+  flat at each of four. On little code at 2e12 FLOPs the operator helps flat (eight seeds) and two
+  loops (four), though neither at the sweep's seed.
 - **The recipe of 2609.19107** (arXiv), whose authors propose the boundary operator and late growth,
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
   loops: Muon's some three times nano's, Adam's less than half. On little code at 1.3e13 FLOPs all

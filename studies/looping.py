@@ -86,14 +86,13 @@ LIMITS = """\
   than three layers of the best width. Of the two, at the sweep's seed, the looped one is worse by
   0.031 with plenty of code, and better by 0.021 on little code at 1.3e13 FLOPs, in the recipe.
 - **Other loops.** With plenty of code, at the sweep's seed, nano's rates and the best weight decay
-  tried, late growth from one to two loops is better than flat by 0.002; over the eight that answer
-  it is worse. At that seed every other looped model 64 wide is worse than the flat one of as many
-  layers: two loops by 0.002, two sampled by 0.005, the rest by 0.008 or more. Over four or eight
-  other seeds each is worse on average: at every seed, except two loops, two sampled, late growth
-  and the first of three layers looped instead of the middle one (at seven of eight), and the last
-  layer looped (at three of four). The boundary operator, with one loop, two or four, is worse than
-  flat at each of four. On little code at 2e12 FLOPs the operator helps flat (eight seeds) and two
-  loops (four), though neither at the sweep's seed.
+  tried, late growth from one to two loops is better than flat by 0.002. Every other looped model 64
+  wide is worse than the flat one of as many layers: two loops by 0.002, two sampled by 0.005, the
+  rest by 0.008 or more. Over the four or eight seeds that answer all of them are worse on average,
+  late growth too. Nearly all are worse at each seed; two loops, two sampled, late growth and the
+  first of three layers looped are at seven of eight, the last layer looped at three of four. Flat
+  with the boundary operator is worse than flat at each of four. On little code at 2e12 FLOPs the
+  operator helps flat (eight seeds) and two loops (four), though neither at the sweep's seed.
 - **The recipe of 2609.19107** (arXiv), whose authors propose the boundary operator and late growth,
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
   loops: Muon's some three times nano's, Adam's less than half. On little code at 1.3e13 FLOPs all

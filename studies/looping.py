@@ -72,9 +72,9 @@ LIMITS = """\
   so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. Where the first four seeds did not settle it, four were added: 4 to
-  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 0 to 3 on little code at 6.5e12, four sampled
-  loops, and with plenty of code, flat, two loops, two sampled, late growth and the first of three
-  layers looped.
+  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 4 to 6 with plenty of prose, 96 wide; 0 to 3 on
+  little code at 6.5e12, four sampled loops, and with plenty of code, flat, two loops, two sampled,
+  late growth and the first of three layers looped.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose (128 wide at each of four other seeds too). At
@@ -127,9 +127,9 @@ LIMITS = """\
   of prose two loops beat flat at the sweep's seed, by 0.011 to 0.013 at each weight decay; of the
   eight seeds that answer six agree, two do not. At 0.2, where both models are worse, the same eight
   do show two loops better, by about as much (losses in ledger/ca5d07a5a3.jsonl). 96 wide, two loops
-  beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at one of the four that
-  answer, by 0.001. Eight loops, sampled, lose (baseline-nano.md), and at five budgets up to 2.4e14
-  FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
+  beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at three of the seven
+  that answer, by 0.003 at most. Eight loops, sampled, lose (baseline-nano.md), and at five budgets
+  up to 2.4e14 FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
 - **Not shown:** more than seven layers; models wider than 128 with plenty of code, wider than 96 or
   deeper with plenty of prose; larger budgets on code; GPUs; and whether text or training makes
   plenty of prose differ from plenty of code: it has three times the FLOPs.

@@ -101,16 +101,16 @@ def test_when_looping_pays_is_answered_by_other_seeds_than_tune(tmp_path, monkey
                 loss = losses[str(line["config"]["model"]["mu_rec"])]
                 runs.setdefault((place["label"], place["group"]), {})[line["seed"]] = loss
     best = {}
-    flat = "flat, recipe of 2609.19107"
-    for label in (flat, "2 loops"):
+    flat, loops = "flat, recipe of 2609.19107", "4 loops, sampled"
+    for label in (flat, loops):
         groups = [losses for (name, _), losses in runs.items() if name == label]
         best[label] = min(groups, key=lambda losses: losses.get(looping.TUNING, 99))
-    seeds = best[flat].keys() & best["2 loops"].keys() - {looping.TUNING}
-    gap = np.mean([best["2 loops"][seed] - best[flat][seed] for seed in seeds])
+    seeds = best[flat].keys() & best[loops].keys() - {looping.TUNING}
+    gap = np.mean([best[loops][seed] - best[flat][seed] for seed in seeds])
     looping.main([])
     ledger.lines.cache_clear()
     page = (tmp_path / "results/when-looping-pays.md").read_text()
-    assert f"2 loops beside {flat}: {gap:+.4f} ±" in page
+    assert f"{loops} beside {flat}: {gap:+.4f} ±" in page
 
 
 def made_run(loss, seed=0, diverged_at=None, data="d" * 16, **network):

@@ -72,7 +72,7 @@ LIMITS = """\
   so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. Where the first four seeds did not settle it, more were added: 4 to
-  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 4 to 6 with plenty of prose, 96 wide; 0 to 3 on
+  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 4 to 7 with plenty of prose, 96 wide; 0 to 3 on
   little code at 6.5e12, four sampled loops, and with plenty of code, flat, two loops, two sampled,
   late growth and the first of three layers looped.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
@@ -96,8 +96,9 @@ LIMITS = """\
   nano's rates, of the looped models of three layers 64 wide, three are shown to beat flat, by 0.017
   to 0.021: two loops, four sampled and the first layer twice. Eight loops, fixed or sampled, lose;
   the others are not shown to differ. Seven layers with the middle one looped lose to seven flat
-  ones. At 2e12 the operator helps flat (eight seeds) and two loops (four), though neither at the
-  sweep's seed.
+  ones; with five layers, the middle one or the middle three looped, no difference from five flat
+  ones is shown. At 2e12 the operator helps flat (eight seeds) and two loops (four), though neither
+  at the sweep's seed.
 - **The recipe of 2609.19107** (arXiv), whose authors propose the boundary operator and late growth,
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
   loops: Muon's some three times nano's, Adam's less than half. On little code at 1.3e13 FLOPs all
@@ -127,7 +128,7 @@ LIMITS = """\
   of prose two loops beat flat at the sweep's seed, by 0.011 to 0.013 at each weight decay; of the
   eight seeds that answer six agree, two do not. At 0.2, where both models are worse, the same eight
   do show two loops better, by about as much (losses in ledger/ca5d07a5a3.jsonl). 96 wide, two loops
-  beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at three of the seven
+  beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at three of the eight
   that answer, by 0.003 at most. Eight loops, sampled, lose (baseline-nano.md), and at five budgets
   up to 2.4e14 FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
 - **Not shown:** more than seven layers; models wider than 128 with plenty of code, wider than 96 or

@@ -50,6 +50,7 @@ TEXTS = {
     "little-short": Text("--flops 2e12 --rows 1346", ("0.2", "0.5", "1"), LITTLE),
     "little": Text("--flops 6.5e12 --rows 1346", ("1", "2", "4", "8"), LITTLE),
     "little-long": Text("--flops 1.3e13 --rows 1346", ("1", "2", "4", "8"), LITTLE),
+    "little-longest": Text("--flops 1.95e13 --rows 1346", ("1", "2", "4", "8"), LITTLE),
     "plenty": Text("--flops 2.7e13", ("0.05", "0.1", "0.2", "0.5", "1"), PLENTY),
     "prose": Text(
         "--flops 8.1e13 --data data/prose-v1024/rows-256-split", ("0.05", "0.1", "0.2"), PROSE
@@ -72,17 +73,19 @@ LIMITS = """\
   so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. Where the first four seeds did not settle it, more were added: 4 to
-  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 4 to 7 with plenty of prose, 96 wide; 0 to 3 on
-  little code at 6.5e12, four sampled loops, and with plenty of code, flat, two loops, two sampled,
-  late growth and the first of three layers looped.
+  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 4 and 5 in the recipe at 1.95e13, two loops 128
+  wide and flat 160 wide; 4 to 7 with plenty of prose, 96 wide; 0 to 3 on little code at 6.5e12,
+  four sampled loops, and with plenty of code, flat, two loops, two sampled, late growth and the
+  first of three layers looped.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose (128 wide at each of four other seeds too). At
-  1.3e13, in the recipe, they win by less the wider the models are, and lose 160 wide. With plenty
-  of code, at nano's rates and that seed, they lose at each width, by more the wider. From 6.5e12 on
-  the best flat model is wider than 64: 96 wide at 6.5e12, 128 wide at 1.3e13 (read 5 to 7 times,
-  1.9 to 2.4 trained tokens a parameter) and with plenty of code. At 2e12, at that seed, flat and
-  two loops are each worse 96 wide than 64 wide, by 0.25.
+  1.3e13, in the recipe, they win by less the wider the models are, and lose 160 wide; so too at
+  1.95e13, where they win by more. With plenty of code, at nano's rates and that seed, they lose at
+  each width, by more the wider. From 6.5e12 on the best flat model is wider than 64: 96 wide at
+  6.5e12, 128 wide at 1.3e13 and with plenty of code, 160 wide at 1.95e13. The best models at 1.3e13
+  and 1.95e13, flat and looped, read the code 5 to 8 times, 1.7 to 2.8 trained tokens a parameter.
+  At 2e12, at that seed, flat and two loops are each worse 96 wide than 64 wide, by 0.25.
 - **Width and depth.** Five layers 96 wide, flat or with the middle one looped twice, are no better
   than three layers of the best width. Of the two, at the sweep's seed, the looped one is worse by
   0.031 with plenty of code, and better by 0.021 on little code at 1.3e13 FLOPs, in the recipe.
@@ -101,21 +104,25 @@ LIMITS = """\
   at the sweep's seed.
 - **The recipe of 2609.19107** (arXiv), whose authors propose the boundary operator and late growth,
   is RMS norm on the embedding and the learning rates of their smallest models, flat or with two
-  loops: Muon's some three times nano's, Adam's less than half. On little code at 1.3e13 FLOPs all
-  models trained both ways are better with it. At 6.5e12 flat is not shown to be, and two loops are
-  worse. At the sweep's seed the rates give flat, 64 wide, most of its gain at 6.5e12, without the
-  norm; at 2e12, or with plenty of code, flat is worse with the recipe. In the recipe, at that seed,
-  flat beats the boundary operator with two loops and with growth from two to four (6.5e12, plenty),
-  and with one loop (6.5e12). With plenty of code, in the recipe, flat is also better at each of
-  four other seeds than two loops, with the operator or without, and than that growth.
+  loops: Muon's some three times nano's, Adam's less than half. On little code at 1.3e13 and 1.95e13
+  FLOPs all models trained both ways are better with it. At 6.5e12 flat is not shown to be, and two
+  loops are worse. At the sweep's seed the rates give flat, 64 wide, most of its gain at 6.5e12,
+  without the norm; at 2e12, or with plenty of code, flat is worse with the recipe. In the recipe,
+  at that seed, flat beats the boundary operator with two loops and with growth from two to four
+  (6.5e12, plenty), and with one loop (6.5e12). With plenty of code, in the recipe, flat is also
+  better at each of four other seeds than two loops, with the operator or without, and than that
+  growth.
 - **Overfitting.** At nano's rates and width flat, two loops and seven layers end worse at 1.3e13
-  FLOPs than at 6.5e12; in the recipe flat 64 wide does, two loops do not.
+  FLOPs than at 6.5e12; in the recipe flat 64 wide does, two loops do not. In the recipe, at
+  1.95e13, flat and two loops 64 wide and, at the sweep's seed, flat 128 wide end worse than at
+  1.3e13; two loops 128 wide do not, nor does flat 160 wide at that seed.
 - **Weight decay.** Many models are best at an end of their sweeps and may gain from more tuning:
-  among them seven flat layers on little code at nano's rates, two loops in the recipe wider than
-  64, all models at 2e12, and 96 wide with plenty of prose. With plenty of code the sweep's seed
-  chooses 0.1 for flat and 0.05 for late growth; over the eight that answer 0.2 and 0.1 are better.
-  There late growth is behind by about as much, but the interval holds 0 (losses in
-  ledger/62895bb6fe.jsonl). Some models were trained at one or two decays only: see The sweep.
+  among them seven flat layers on little code at nano's rates, two loops in the recipe wider than 64
+  at 1.3e13 and 64 wide at 1.95e13, all models at 2e12, and 96 wide with plenty of prose. With
+  plenty of code the sweep's seed chooses 0.1 for flat and 0.05 for late growth; over the eight that
+  answer 0.2 and 0.1 are better. There late growth is behind by about as much, but the interval
+  holds 0 (losses in ledger/62895bb6fe.jsonl). Some models were trained at one or two decays only:
+  see The sweep.
 - **Rates.** Outside the recipe all models of the table have nano's. At the sweep's seed 0.7 or 1.4
   times these are sometimes better. With plenty of code 0.7 times is, 128 wide (flat by 0.005, two
   loops by 0.001); neither is, 96 wide or for seven flat layers. On little code at 6.5e12 FLOPs 0.7
@@ -131,9 +138,10 @@ LIMITS = """\
   beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at three of the eight
   that answer, by 0.003 at most. Eight loops, sampled, lose (baseline-nano.md), and at five budgets
   up to 2.4e14 FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
-- **Not shown:** more than seven layers; models wider than 128 with plenty of code, wider than 96 or
-  deeper with plenty of prose; larger budgets on code; GPUs; and whether text or training makes
-  plenty of prose differ from plenty of code: it has three times the FLOPs.
+- **Not shown:** more than seven layers, and more than three at 1.95e13; models wider than 160
+  there, wider than 128 with plenty of code, wider than 96 or deeper with plenty of prose; larger
+  budgets on code; GPUs; and whether text or training makes plenty of prose differ from plenty of
+  code: it has three times the FLOPs.
 - At equal parameters and tokens, a third question, looping wins: baseline-nano-stdlib.md (eight
   loops, plenty of code).
 """
@@ -317,7 +325,7 @@ def picture(by_text: dict[str, list[Arm]]) -> list[str]:
     some = [by_text["little"], by_text["plenty"], by_text["prose"]]
     xlabel = "unique tokens a parameter of the flat twin"
     left = panel(some, labels, xlabel, unique_per_parameter)
-    some = [by_text["little-short"], by_text["little"], by_text["little-long"]]
+    some = [arms for text, arms in by_text.items() if text.startswith("little")]
     xlabel = "training FLOPs, on little code"
     right = panel(some, labels, xlabel, budget)
     caption = (

@@ -73,7 +73,7 @@ LIMITS = """\
   so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. Where the first four seeds did not settle it, more were added: 4 to
-  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 4 and 5 in the recipe at 1.95e13, two loops 128
+  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 4 to 7 in the recipe at 1.95e13, two loops 128
   wide and flat 160 wide; 4 to 7 with plenty of prose, 96 wide; 0 to 3 on little code at 6.5e12,
   four sampled loops, and with plenty of code, flat, two loops, two sampled, late growth and the
   first of three layers looped.

@@ -73,10 +73,10 @@ LIMITS = """\
   so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
   those with four seeds or more. Where the first four seeds did not settle it, more were added: 4 to
-  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide; 4 to 7 in the recipe at 1.95e13, two loops 128
-  wide and flat 160 wide; 4 to 7 with plenty of prose, 96 wide; 0 to 3 on little code at 6.5e12,
-  four sampled loops, and with plenty of code, flat, two loops, two sampled, late growth and the
-  first of three layers looped.
+  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide, and at 1.95e13, two loops 128 wide and flat 160
+  wide; 4 to 7 with plenty of prose, 96 wide; 0 to 3 on little code at 6.5e12, four sampled loops,
+  and with plenty of code, flat, two loops, two sampled, late growth and the first of three layers
+  looped.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose (128 wide at each of four other seeds too). At
@@ -113,9 +113,9 @@ LIMITS = """\
   better at each of four other seeds than two loops, with the operator or without, and than that
   growth.
 - **Overfitting.** At nano's rates and width flat, two loops and seven layers end worse at 1.3e13
-  FLOPs than at 6.5e12; in the recipe flat 64 wide does, two loops do not. In the recipe, at
-  1.95e13, flat and two loops 64 wide and, at the sweep's seed, flat 128 wide end worse than at
-  1.3e13; two loops 128 wide do not, nor does flat 160 wide at that seed.
+  FLOPs than at 6.5e12; in the recipe flat 64 wide does, two loops do not. At 1.95e13, in the
+  recipe, flat and two loops 64 wide end worse than at 1.3e13. At the sweep's seed so does flat 128
+  wide, but not flat 160 wide or two loops 128 wide.
 - **Weight decay.** Many models are best at an end of their sweeps and may gain from more tuning:
   among them seven flat layers on little code at nano's rates, two loops in the recipe wider than 64
   at 1.3e13 and 64 wide at 1.95e13, all models at 2e12, and 96 wide with plenty of prose. With
@@ -138,10 +138,10 @@ LIMITS = """\
   beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and at three of the eight
   that answer, by 0.003 at most. Eight loops, sampled, lose (baseline-nano.md), and at five budgets
   up to 2.4e14 FLOPs no sampled mean of two to eight loops beats one (one seed, isoflop-nano.md).
-- **Not shown:** more than seven layers, and more than three at 1.95e13; models wider than 160
-  there, wider than 128 with plenty of code, wider than 96 or deeper with plenty of prose; larger
-  budgets on code; GPUs; and whether text or training makes plenty of prose differ from plenty of
-  code: it has three times the FLOPs.
+- **Not shown:** more than seven layers; at 1.95e13 more than three, or wider than 160; wider than
+  128 with plenty of code; wider than 96 or deeper with plenty of prose; larger budgets on code;
+  GPUs; and whether text or training makes plenty of prose differ from plenty of code: it has three
+  times the FLOPs.
 - At equal parameters and tokens, a third question, looping wins: baseline-nano-stdlib.md (eight
   loops, plenty of code).
 """

@@ -76,7 +76,7 @@ LIMITS = """\
   7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide, and at 1.95e13, two loops 128 wide and flat 160
   wide; 4 to 7 with plenty of prose, 96 wide; 0 to 3 on little code at 6.5e12, four sampled loops,
   and with plenty of code, flat, two loops, two sampled, late growth and the first of three layers
-  looped.
+  looped. At 1.95e13, 64 wide, 4 to 7 repeat what 0 to 3 show.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose (128 wide at each of four other seeds too). At
@@ -88,7 +88,7 @@ LIMITS = """\
   At 2e12, at that seed, flat and two loops are each worse 96 wide than 64 wide, by 0.25.
 - **Width and depth.** Five layers 96 wide, flat or with the middle one looped twice, are no better
   than three layers of the best width. Of the two, at the sweep's seed, the looped one is worse by
-  0.031 with plenty of code, and better by 0.021 on little code at 1.3e13 FLOPs, in the recipe.
+  0.029 with plenty of code, and better by 0.021 on little code at 1.3e13 FLOPs, in the recipe.
 - **Other loops.** With plenty of code, at the sweep's seed, nano's rates and the best weight decay
   tried, late growth from one to two loops is better than flat by 0.002. Every other looped model 64
   wide is worse than the flat one of as many layers: two loops by 0.002, two sampled by 0.005, the
@@ -118,17 +118,20 @@ LIMITS = """\
   wide, but not flat 160 wide or two loops 128 wide.
 - **Weight decay.** Many models are best at an end of their sweeps and may gain from more tuning:
   among them seven flat layers on little code at nano's rates, two loops in the recipe wider than 64
-  at 1.3e13 and 64 wide at 1.95e13, all models at 2e12, and 96 wide with plenty of prose. With
-  plenty of code the sweep's seed chooses 0.1 for flat and 0.05 for late growth; over the eight that
-  answer 0.2 and 0.1 are better. There late growth is behind by about as much, but the interval
-  holds 0 (losses in ledger/62895bb6fe.jsonl). Some models were trained at one or two decays only:
-  see The sweep.
+  at 1.3e13 and 160 wide at 1.95e13, all models at 2e12, and 96 wide with plenty of prose or, in the
+  recipe, of code. With plenty of code the sweep's seed chooses 0.1 for flat and 0.05 for late
+  growth; over the eight that answer 0.2 and 0.1 are better. There late growth is behind by about as
+  much, but the interval holds 0 (losses in ledger/62895bb6fe.jsonl). Models with changed rates, or
+  with a part of the recipe, have one or two decays: see The sweep.
 - **Rates.** Outside the recipe all models of the table have nano's. At the sweep's seed 0.7 or 1.4
   times these are sometimes better. With plenty of code 0.7 times is, 128 wide (flat by 0.005, two
-  loops by 0.001); neither is, 96 wide or for seven flat layers. On little code at 6.5e12 FLOPs 0.7
-  times is, for flat, the deeper models and 96 wide (two loops by 0.018), and 1.4 times for two
-  loops 64 wide. At four other seeds none of those repeated is better: flat 128 wide with plenty of
-  code; on little code flat and two loops, 64 and 96 wide, and seven flat layers.
+  loops by 0.001); neither is, 96 wide or for seven layers, flat or with the middle one looped. On
+  little code at 6.5e12 FLOPs 0.7 times is, for flat, the deeper models and 96 wide (two loops by
+  0.018), and 1.4 times for two loops 64 wide. At four other seeds none of those repeated is better:
+  flat 128 wide with plenty of code; on little code flat and two loops, 64 and 96 wide, and seven
+  flat layers. In the recipe, 128 wide at 1.3e13, 0.7 times is better at the sweep's seed, flat by
+  0.004 and two loops by 0.009; over the eight that answer by 0.002 and 0.006, neither shown. The
+  best models at 1.95e13 are worse at 0.7 and at 1.4 times.
 - **Prose.** On little prose read ten times, at weight decays tuned on code, neither two loops nor
   seven layers are shown to differ from flat (looping-prose-nano.md); at other weight decays flat
   and two loops gain 0.002, seven layers 0.014 (two seeds, looping-prose-decay-nano.md). With plenty

@@ -129,11 +129,10 @@ LIMITS = """\
   little code at 6.5e12 FLOPs 0.7 times is, for flat, the deeper models and 96 wide (two loops by
   0.018), and 1.4 times for two loops 64 wide. At four other seeds none of those repeated is better:
   flat 128 wide with plenty of code; on little code flat and two loops, 64 and 96 wide, and seven
-  flat layers. With plenty of prose, 96 wide, 0.7 times is better for flat and for two loops, by
-  0.005 and 0.004; this was not repeated at other seeds. In the recipe, 128 wide at 1.3e13, 0.7
-  times is better at the sweep's seed, flat by 0.004 and two loops by 0.009; over the eight that
-  answer by 0.002 and 0.006, neither shown. The best models at 1.95e13 are worse at 0.7 and at 1.4
-  times.
+  flat layers. At the sweep's seed alone 0.7 times is also better with plenty of prose, 96 wide,
+  flat by 0.005 and two loops by 0.004; both rates are worse for the best models at 1.95e13. In the
+  recipe, 128 wide at 1.3e13, 0.7 times is better at that seed, flat by 0.004 and two loops by
+  0.009; over the eight seeds that answer by 0.002 and 0.006, neither shown.
 - **Prose.** On little prose read ten times, at weight decays tuned on code, neither two loops nor
   seven layers are shown to differ from flat (looping-prose-nano.md); at other weight decays flat
   and two loops gain 0.002, seven layers 0.014 (two seeds, looping-prose-decay-nano.md). With plenty

@@ -125,15 +125,17 @@ LIMITS = """\
   with a part of the recipe, have one or two decays: see The sweep.
 - **Rates.** Outside the recipe all models of the table have nano's. At the sweep's seed 0.7 or 1.4
   times these are sometimes better. With plenty of code 0.7 times is, 128 wide (flat by 0.005, two
-  loops by 0.001); neither is, 96 wide or for seven layers, flat or with the middle one looped. On
-  little code at 6.5e12 FLOPs 0.7 times is, for flat, the deeper models and 96 wide (two loops by
-  0.018), and 1.4 times for two loops 64 wide. With plenty of prose 0.7 times is, 96 wide, flat by
-  0.005 and two loops by 0.004. At four other seeds none of those repeated is shown to be better:
-  flat 128 wide with plenty of code; on little code flat and two loops, 64 and 96 wide, and seven
-  flat layers; with plenty of prose flat and two loops, 96 wide. In the recipe both rates are worse
-  for the best models at 1.95e13; 128 wide at 1.3e13, 0.7 times is better at the sweep's seed, flat
-  by 0.004 and two loops by 0.009; over the eight seeds that answer by 0.002 and 0.006, neither
-  shown.
+  loops by 0.001) and for five layers looped (the middle one three times by 0.012, the middle three
+  by 0.031), which still lose to five flat ones, by 0.028 or more; for the other deeper models and
+  96 wide neither is, by more than 0.001. On little code at 6.5e12 FLOPs 0.7 times is, for flat, the
+  deeper models (the middle three of five looped by 0.020) and 96 wide (two loops by 0.018), and 1.4
+  times for two loops 64 wide; 128 wide neither is, by more than 0.001. With plenty of prose 0.7
+  times is, 96 wide, flat by 0.005 and two loops by 0.004. At four other seeds none of those
+  repeated is shown to be better: flat 128 wide with plenty of code; on little code flat and two
+  loops, 64 and 96 wide, and seven flat layers; with plenty of prose flat and two loops, 96 wide. In
+  the recipe both rates are worse for the best models at 1.95e13; 128 wide at 1.3e13, 0.7 times is
+  better at the sweep's seed, flat by 0.004 and two loops by 0.009; over the eight seeds that answer
+  by 0.002 and 0.006, neither shown.
 - **Prose.** On little prose read ten times, at weight decays tuned on code, neither two loops nor
   seven layers are shown to differ from flat (looping-prose-nano.md); at other weight decays flat
   and two loops gain 0.002, seven layers 0.014 (two seeds, looping-prose-decay-nano.md). With plenty
@@ -142,9 +144,9 @@ LIMITS = """\
   do show two loops better, by about as much (losses in ledger/ca5d07a5a3.jsonl). 96 wide and at
   nano's rates, two loops beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and
   at three of the eight that answer, by 0.003 at most; with 0.7 times the rates for both, at one of
-  four. With either of these rates for each, the two are not shown to differ. Eight loops, sampled, lose
-  (baseline-nano.md), and at five budgets up to 2.4e14 FLOPs no sampled mean of two to eight loops
-  beats one (one seed, isoflop-nano.md).
+  four. With either of these rates for each, the two are not shown to differ. Eight loops, sampled,
+  lose (baseline-nano.md), and at five budgets up to 2.4e14 FLOPs no sampled mean of two to eight
+  loops beats one (one seed, isoflop-nano.md).
 - **Not shown:** more than seven layers; at 1.95e13 more than three, or wider than 160; wider than
   128 with plenty of code; wider than 96 or deeper with plenty of prose; larger budgets on code;
   GPUs; and whether text or training makes plenty of prose differ from plenty of code: it has three

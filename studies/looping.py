@@ -72,11 +72,12 @@ LIMITS = """\
   difference that of the seeds both models have. The boundary operator with one loop needs no loop,
   so it is a flat model.
 - **Chosen.** The best looped and the best flat model are chosen by the seeds that answer, among
-  those with four seeds or more. Where the first four seeds did not settle it, more were added: 4 to
-  7 in the recipe at 1.3e13 FLOPs, 64 and 128 wide, and at 1.95e13, two loops 128 wide and flat 160
-  wide; 4 to 7 with plenty of prose, 96 wide, at nano's rates; 0 to 3 on little code at 6.5e12, four
-  sampled loops, and with plenty of code, flat, two loops, two sampled, late growth and the first of
-  three layers looped. At 1.95e13, 64 wide, 4 to 7 repeat what 0 to 3 show.
+  those with four seeds or more, each by its difference from the flat twin over the seeds both have.
+  Where the first four seeds did not settle it, more were added: 4 to 7 in the recipe at 1.3e13
+  FLOPs, 64 and 128 wide, and at 1.95e13, two loops 128 wide and flat 160 wide; 4 to 7 with plenty
+  of prose, 96 wide, at nano's rates; 0 to 3 on little code at 6.5e12, four sampled loops, and with
+  plenty of code, flat, two loops, two sampled, late growth and the first of three layers looped. At
+  1.95e13, 64 wide, 4 to 7 repeat what 0 to 3 show.
 - **Width.** On little code, the smaller the model is for its budget, the more two loops give. At
   the sweep's seed, each model at its best weight decay tried, two loops 64 wide beat flat at 6.5e12
   FLOPs and nano's rates; 96 and 128 wide they lose (128 wide at each of four other seeds too). At
@@ -123,19 +124,18 @@ LIMITS = """\
   growth; over the eight that answer 0.2 and 0.1 are better. There late growth is behind by about as
   much, but the interval holds 0 (losses in ledger/62895bb6fe.jsonl). Models with changed rates, or
   with a part of the recipe, have one or two decays: see The sweep.
-- **Rates.** Outside the recipe all models of the table have nano's. At the sweep's seed 0.7 or 1.4
-  times these are sometimes better. With plenty of code 0.7 times is, 128 wide (flat by 0.005, two
-  loops by 0.001) and for five layers looped (the middle one three times by 0.012, the middle three
-  by 0.031), which still lose to five flat ones, by 0.028 or more; for the other deeper models and
-  96 wide neither is, by more than 0.001. On little code at 6.5e12 FLOPs 0.7 times is, for flat, the
-  deeper models (the middle three of five looped by 0.020) and 96 wide (two loops by 0.018), and 1.4
-  times for two loops 64 wide; 128 wide neither is, by more than 0.001. With plenty of prose 0.7
-  times is, 96 wide, flat by 0.005 and two loops by 0.004. At four other seeds none of those
-  repeated is shown to be better: flat 128 wide with plenty of code; on little code flat and two
-  loops, 64 and 96 wide, and seven flat layers; with plenty of prose flat and two loops, 96 wide. In
-  the recipe both rates are worse for the best models at 1.95e13; 128 wide at 1.3e13, 0.7 times is
-  better at the sweep's seed, flat by 0.004 and two loops by 0.009; over the eight seeds that answer
-  by 0.002 and 0.006, neither shown.
+- **Rates.** Outside the recipe all models of the table have nano's. At the sweep's seed 0.7 times
+  these is sometimes better. With plenty of code it is for 128 wide (flat by 0.005, two loops by
+  0.001) and for five layers looped: the middle one three times by 0.012, the middle three by 0.031,
+  and both still lose to five flat layers, by 0.028 or more. On little code at 6.5e12 FLOPs it is
+  for flat, the deeper models (by 0.020 at most) and 96 wide (two loops by 0.018), and with plenty
+  of prose for 96 wide (flat by 0.005, two loops by 0.004). 1.4 times is better for two loops 64
+  wide at 6.5e12; no other gain is over 0.002. At four other seeds no gain is shown, where we
+  looked: flat 128 wide with plenty of code; on little code flat and two loops, 64 and 96 wide, and
+  seven flat layers; with plenty of prose flat and two loops, 96 wide. In the recipe both rates are
+  worse for the best models at 1.95e13; 128 wide at 1.3e13, 0.7 times is better at the sweep's seed,
+  flat by 0.004 and two loops by 0.009; over the eight seeds that answer by 0.002 and 0.006, neither
+  shown.
 - **Prose.** On little prose read ten times, at weight decays tuned on code, neither two loops nor
   seven layers are shown to differ from flat (looping-prose-nano.md); at other weight decays flat
   and two loops gain 0.002, seven layers 0.014 (two seeds, looping-prose-decay-nano.md). With plenty
@@ -144,9 +144,9 @@ LIMITS = """\
   do show two loops better, by about as much (losses in ledger/ca5d07a5a3.jsonl). 96 wide and at
   nano's rates, two loops beat flat at the sweep's seed, by 0.003 to 0.005 at each weight decay, and
   at three of the eight that answer, by 0.003 at most; with 0.7 times the rates for both, at one of
-  four. With either of these rates for each, the two are not shown to differ. Eight loops, sampled,
-  lose (baseline-nano.md), and at five budgets up to 2.4e14 FLOPs no sampled mean of two to eight
-  loops beats one (one seed, isoflop-nano.md).
+  four. Whichever of the two rates each has, no difference is shown. Eight loops, sampled, lose
+  (baseline-nano.md), and at five budgets up to 2.4e14 FLOPs no sampled mean of two to eight loops
+  beats one (one seed, isoflop-nano.md).
 - **Not shown:** more than seven layers; at 1.95e13 more than three, or wider than 160; wider than
   128 with plenty of code; wider than 96 or deeper with plenty of prose; larger budgets on code;
   GPUs; and whether text or training makes plenty of prose differ from plenty of code: it has three
